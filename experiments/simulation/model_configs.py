@@ -1,0 +1,312 @@
+"""Public configs of models whose layers are not all alike, by name, and the shapes of families that
+the engine does not run yet.
+
+`CONFIGS` has the fields of each model's config.json (huggingface.co/<repository>) that decide its
+costs. A model whose family the engine has is read by that family. The others are counted here
+(`is_counted`): experts beside a shared MLP, latent attention. Biases, norms, sinks of attention and
+layers that predict several tokens are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from experiments.simulation.layer_kinds import Kind, Latent
+
+if TYPE_CHECKING:
+    from experiments.simulation.cost import Shape
+
+Config = Mapping[str, Any]
+
+GPT_OSS: Config = {  # openai/gpt-oss-20b
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,  # in every second layer, the first one included
+}
+DEEPSEEK_V3: Config = {  # deepseek-ai/DeepSeek-V3
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 163840,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+GLM_4_5: Config = {  # zai-org/GLM-4.5
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 92,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+}
+GRANITE_4_H: Config = {  # ibm-granite/granite-4.0-h-micro
+    "model_type": "granitemoehybrid",
+    "vocab_size": 100352,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "shared_intermediate_size": 8192,
+    "num_hidden_layers": 40,
+    "layer_types": [
+        "attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)
+    ],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "position_embedding_type": "nope",
+    "tie_word_embeddings": True,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+CONFIGS: Mapping[str, Config] = {
+    "gpt-oss-20b": GPT_OSS,
+    # openai/gpt-oss-120b
+    "gpt-oss-120b": {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
+    # Qwen/Qwen3-Next-80B-A3B-Instruct
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "deepseek-v3": DEEPSEEK_V3,
+    # moonshotai/Kimi-K2-Instruct
+    "kimi-k2": {
+        **DEEPSEEK_V3,
+        "model_type": "kimi_k2",
+        "vocab_size": 163840,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 131072,
+        "n_routed_experts": 384,
+        "first_k_dense_replace": 1,
+    },
+    "glm-4.5": GLM_4_5,
+    # zai-org/GLM-4.5-Air
+    "glm-4.5-air": {
+        **GLM_4_5,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+    },
+    "granite-4-h-micro": GRANITE_4_H,
+    # ibm-granite/granite-4.0-h-tiny
+    "granite-4-h-tiny": {
+        **GRANITE_4_H,
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "mamba_n_heads": 48,
+    },
+    # ibm-granite/granite-4.0-h-small
+    "granite-4-h-small": {
+        **GRANITE_4_H,
+        "hidden_size": 4096,
+        "intermediate_size": 768,
+        "shared_intermediate_size": 1536,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "mamba_n_heads": 128,
+    },
+    # google/gemma-3-1b-it; every sixth layer sees all tokens
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+}
+
+
+def is_counted(config: Config) -> bool:
+    """Whether a config.json is of a family that is counted here."""
+    model_type = config.get("model_type")
+    if model_type == "granitemoehybrid":
+        return bool(config.get("num_local_experts", 8))
+    return model_type in READERS
+
+
+def shape_of(config: Config) -> Shape:
+    """The shape in a config.json for which `is_counted` holds.
+
+    Raises:
+        ValueError: a field is missing.
+    """
+    try:
+        return READERS[config["model_type"]](config)
+    except KeyError as error:
+        raise ValueError(
+            f"the config.json of a {config['model_type']} has no {error}, which decides its costs; "
+            "add it"
+        ) from error
+
+
+def _usual(config: Config, **sizes: Any) -> Shape:
+    """A shape by the usual fields."""
+    from experiments.simulation.cost import Shape
+
+    heads = config["num_attention_heads"]
+    usual = {
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "intermediate": config["intermediate_size"],
+        "vocabulary": config["vocab_size"],
+        "longest": config["max_position_embeddings"],
+        "tied": config.get("tie_word_embeddings", False),
+    }
+    return Shape(**(usual | sizes))
+
+
+def _gpt_oss(config: Config) -> Shape:
+    """Windows in some layers, and experts in all."""
+    layers = config["num_hidden_layers"]
+    types = config.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2)
+    windowed = [i for i in range(layers) if types[i] == "sliding_attention"]
+    full = [i for i in range(layers) if types[i] != "sliding_attention"]
+    return _usual(
+        config,
+        sparse=layers,
+        experts=config["num_local_experts"],
+        chosen=config["num_experts_per_tok"],
+        expert=config["intermediate_size"],
+        kinds=(Kind(tuple(windowed), window=config["sliding_window"]), Kind(tuple(full))),
+    )
+
+
+def _with_experts(config: Config, **sizes: Any) -> Shape:
+    """Experts beside a shared MLP, behind some first layers with one MLP."""
+    expert = config["moe_intermediate_size"]
+    return _usual(
+        config,
+        sparse=config["num_hidden_layers"] - config.get("first_k_dense_replace", 0),
+        experts=config["n_routed_experts"],
+        chosen=config["num_experts_per_tok"],
+        expert=expert,
+        shared=(config.get("n_shared_experts") or 0) * expert,
+        **sizes,
+    )
+
+
+def _deepseek(config: Config) -> Shape:
+    """Latent attention, and experts beside a shared MLP."""
+    latent = Latent(
+        rank=config["kv_lora_rank"],
+        rotated=config["qk_rope_head_dim"],
+        key=config["qk_nope_head_dim"],
+        value=config["v_head_dim"],
+        query_rank=config.get("q_lora_rank") or 0,
+    )
+    layers = tuple(range(config["num_hidden_layers"]))
+    return _with_experts(
+        config, head_dim=latent.key + latent.rotated, kinds=(Kind(layers, latent=latent),)
+    )
+
+
+def _qwen3_next(config: Config) -> Shape:
+    """The layers of Qwen3.5, and experts beside a shared MLP."""
+    shape = _as_family(config, "qwen3_5_text")
+    return shape._replace(
+        sparse=shape.layers,
+        experts=config["num_experts"],
+        chosen=config["num_experts_per_tok"],
+        expert=config["moe_intermediate_size"],
+        shared=config["shared_expert_intermediate_size"],
+    )
+
+
+def _granite(config: Config) -> Shape:
+    """The layers of a Granite 4 Hybrid without experts, and experts beside its MLP."""
+    shape = _as_family({**config, "num_local_experts": 0}, "granitemoehybrid")
+    return shape._replace(
+        sparse=shape.layers,
+        experts=config["num_local_experts"],
+        chosen=config["num_experts_per_tok"],
+        expert=config["intermediate_size"],
+        shared=config["shared_intermediate_size"],
+    )
+
+
+def _as_family(config: Config, model_type: str) -> Shape:
+    """The shape by a family of the engine."""
+    from experiments.simulation.cost import shape_of_decoder
+    from pagedjax.weights.architectures import normalised
+    from pagedjax.weights.families import built_in, config_of
+
+    source = "the model's config.json"
+    values = normalised({**config, "model_type": model_type}, source)
+    return shape_of_decoder(config_of(built_in(model_type), values, source))
+
+
+READERS: Mapping[str, Callable[[Config], Shape]] = {
+    "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,
+    "glm4_moe": _with_experts,
+    "granitemoehybrid": _granite,
+}
