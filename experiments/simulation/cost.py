@@ -128,9 +128,7 @@ def work_of(
     )
 
 
-def _plain_work(
-    plan: Plan, padded: int, *, cached: bool, config: SchedulerConfig | None
-) -> Work:
+def _plain_work(plan: Plan, padded: int, *, cached: bool, config: SchedulerConfig | None) -> Work:
     """The work of a plan, in layers that see what the first group of layers sees."""
     moved = len(plan.swap_out) + len(plan.swap_in)
     if config is not None and config.views and config.views[0] != ALL:

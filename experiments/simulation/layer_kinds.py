@@ -61,12 +61,7 @@ class Latent:
         queries = hidden * of_queries
         if self.query_rank:
             queries = self.query_rank * (hidden + of_queries)
-        return (
-            queries
-            + hidden * self.kept
-            + self.expansion(heads)
-            + heads * self.value * hidden
-        )
+        return queries + hidden * self.kept + self.expansion(heads) + heads * self.value * hidden
 
 
 class Kind(NamedTuple):

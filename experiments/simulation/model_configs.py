@@ -75,9 +75,7 @@ GRANITE_4_H: Config = {  # ibm-granite/granite-4.0-h-micro
     "intermediate_size": 8192,
     "shared_intermediate_size": 8192,
     "num_hidden_layers": 40,
-    "layer_types": [
-        "attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)
-    ],
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
