@@ -106,30 +106,10 @@ def work_of(
         shape: of a model whose layers are not all alike, whose windows and states count, too. It
             needs `config`.
     """
-    work = _plain_work(plan, padded, cached=cached, config=config)
-    if shape is None or not shape.kinds:
-        return work
-    assert config is not None, "windows and states are those of a configuration"
-    starts = np.asarray(plan.starts)
-    counts = np.asarray(plan.counts)
-    if not cached:
-        counts = starts + counts
-        starts = np.zeros_like(starts)
-    return work._replace(
-        seen=tuple(
-            [
-                seen(starts, counts, window)
-                if window < config.max_model_len
-                else Seen(work.context, work.pairs)
-                for window in shape.windows
-            ]
-        ),
-        entered=entered_blocks(starts, counts, config.block_size) if shape.keeps_states else 0,
-    )
-
-
-def _plain_work(plan: Plan, padded: int, *, cached: bool, config: SchedulerConfig | None) -> Work:
-    """The work of a plan, in layers that see what the first group of layers sees."""
+    if shape is not None and shape.kinds:
+        assert config is not None, "windows and states are those of a configuration"
+        work = work_of(plan, padded, cached=cached, config=config)
+        return _with_kinds(work, plan, config, shape, cached=cached)
     moved = len(plan.swap_out) + len(plan.swap_in)
     if config is not None and config.views and config.views[0] != ALL:
         return _work_with_view(plan, padded, moved, config.views[0], config.block_size)
@@ -155,6 +135,28 @@ def _plain_work(plan: Plan, padded: int, *, cached: bool, config: SchedulerConfi
         moved_blocks=moved,
         single=int(single.sum()),
         single_context=int(ends[single].sum()),
+    )
+
+
+def _with_kinds(
+    work: Work, plan: Plan, config: SchedulerConfig, shape: Shape, *, cached: bool
+) -> Work:
+    """The work, with what queries see through windows, and the blocks that sequences enter."""
+    starts = np.asarray(plan.starts)
+    counts = np.asarray(plan.counts)
+    if not cached:
+        counts = starts + counts
+        starts = np.zeros_like(starts)
+    return work._replace(
+        seen=tuple(
+            [
+                seen(starts, counts, window)
+                if window < config.max_model_len
+                else Seen(work.context, work.pairs)
+                for window in shape.windows
+            ]
+        ),
+        entered=entered_blocks(starts, counts, config.block_size) if shape.keeps_states else 0,
     )
 
 
@@ -238,8 +240,12 @@ class Shape(NamedTuple):
         mixture = router + experts / self.dealt * per_channel * self.expert
         if self.shared:
             mixture += per_channel * self.shared
+        if self.kinds or self.gated_attention:
+            mixing = mixing_numbers(self)
+        else:
+            mixing = self.layers * self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return (
-            mixing_numbers(self)
+            mixing
             + (self.layers - self.sparse) * per_channel * self.intermediate
             + self.sparse * mixture
         )
@@ -584,20 +590,18 @@ class Roofline(NamedTuple):
         weights = max(
             shape.read_bytes(work.tokens) / bandwidth, shape.products(tokens, work.sampled) / rate
         )
-        return (
-            chip.launch
-            + weights
-            + self._mixing(work, bandwidth, rate)
-            + self.move(work.moved_blocks)
-            + self.exchange(work)
-        )
+        if shape.kinds:
+            mixing = self._mixing(work, bandwidth, rate)
+        else:
+            attention = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
+            mixing = _larger(shape.token_bytes * work.context / bandwidth, attention / rate)
+        return chip.launch + weights + mixing + self.move(work.moved_blocks) + self.exchange(work)
 
     def _mixing(self, work: Work, bandwidth: float, rate: float) -> Any:
-        """Seconds of attention and of mixers, without their products with weights."""
+        """Seconds of attention and of mixers, without products with weights, where layers are not
+        all alike.
+        """
         shape = self.shape
-        if not shape.kinds:
-            attention = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
-            return _larger(shape.token_bytes * work.context / bandwidth, attention / rate)
         windows = shape.windows
         if len(work.seen) != len(windows):
             raise ValueError(

@@ -213,13 +213,13 @@ def dtype_of(activation_bytes: float) -> str:
 
 
 def mixing_numbers(shape: Shape) -> int:
-    """Numbers in the matrices of attention and mixers, all layers together."""
+    """Numbers in the matrices of attention and mixers, all layers together. A gate of a query head
+    is one more row for each of its numbers.
+    """
     heads = (2 + shape.gated_attention) * shape.heads + 2 * shape.kv_heads
     attention = shape.hidden * shape.head_dim * heads
-    if not shape.kinds:
-        return shape.layers * attention
     total = 0
-    for kind in shape.kinds:
+    for kind in shape.kinds or (Kind(tuple(range(shape.layers))),):
         if kind.mixer is not None:
             total += len(kind.layers) * _mixer_numbers(kind.mixer, shape.hidden)
         elif kind.latent is not None:

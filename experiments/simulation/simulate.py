@@ -214,7 +214,9 @@ class SimulatedEngine:
         # an id outside the vocabulary, so that no other token is it
         self._end_tokens = frozenset({vocab_size})
         views = kv_policies.views(config, table_width(config, config.max_model_len))
+        # of a model whose layers are not all alike, and its windows
         self._shape = plan.shape if plan is not None and plan.shape.kinds else None
+        self._windows = self._shape.windows if self._shape else ()
         self._policy = policies.find(config.policy)
         self._limits = limits(config, host_blocks, plan.views if plan else views)
         if plan is not None:
@@ -257,11 +259,6 @@ class SimulatedEngine:
                 clock=clock,
                 prompts=prompts,
             )
-
-    @property
-    def _windows(self) -> tuple[int, ...]:
-        """The windows that a step's work counts, ascending."""
-        return self._shape.windows if self._shape else ()
 
     @property
     def has_work(self) -> bool:
@@ -492,7 +489,7 @@ class SimulatedEngine:
         if self._policy.init is not None:
             return None
         if self._windows and self._windows[0] < self._limits.max_model_len:
-            return None  # what a row sees stops growing at the window
+            return None  # what a row sees does not grow beyond a window
         steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MAX_STEPS_AHEAD)
         if steps < 2:
             return None
