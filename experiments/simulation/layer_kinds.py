@@ -14,7 +14,6 @@ keep nothing: their weights are in `Shape`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -212,6 +211,7 @@ def dtype_of(activation_bytes: float) -> str:
     return "float32" if activation_bytes == 4 else "bfloat16"
 
 
+@lru_cache(maxsize=64)
 def mixing_numbers(shape: Shape) -> int:
     """Numbers in the matrices of attention and mixers, all layers together. A gate of a query head
     is one more row for each of its numbers.
@@ -221,7 +221,7 @@ def mixing_numbers(shape: Shape) -> int:
     total = 0
     for kind in shape.kinds or (Kind(tuple(range(shape.layers))),):
         if kind.mixer is not None:
-            total += len(kind.layers) * _mixer_numbers(kind.mixer, shape.hidden)
+            total += len(kind.layers) * _mixer_numbers(kind.mixer, decoder_of(shape))
         elif kind.latent is not None:
             total += len(kind.layers) * kind.latent.numbers(shape.hidden, shape.heads)
         else:
@@ -229,13 +229,11 @@ def mixing_numbers(shape: Shape) -> int:
     return total
 
 
-@lru_cache(maxsize=64)
-def _mixer_numbers(mixer: Mixer, hidden: int) -> int:
+def _mixer_numbers(mixer: Mixer, decoder: DecoderConfig) -> int:
     """Numbers in the matrices of a layer of the mixer, read from its module, without memory."""
     import jax
     from flax import nnx
 
-    decoder = _decoder({"hidden": hidden}, [])
     module = nnx.eval_shape(lambda: mixer.layer(decoder, "float32"))
     arrays = jax.tree.leaves(nnx.state(module))
     return sum([array.size for array in arrays if array.ndim > 1])
@@ -247,7 +245,7 @@ def decoder_of(shape: Shape) -> DecoderConfig:
     Raises:
         ValueError: the shape has latent attention, which the engine's decoder does not have yet.
     """
-    from pagedjax.device.models.decoder import Experts, LayerKind
+    from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
 
     places: list[Kind | None] = [None] * shape.layers
     for kind in shape.kinds:
@@ -266,27 +264,22 @@ def decoder_of(shape: Shape) -> DecoderConfig:
         )
         for number, kind in enumerate(places)
     ]
-    sizes = {
-        "vocab_size": shape.vocabulary,
-        "hidden": shape.hidden,
-        "intermediate": shape.intermediate,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_len": shape.longest,
-        "tied": shape.tied,
-        "gated": shape.gated,
-        "attn_gate": shape.gated_attention,
-        "experts": Experts(shape.experts, shape.chosen, shape.expert, normalised=True)
-        if shape.experts
-        else None,
-    }
-    return _decoder(sizes, kinds)
-
-
-def _decoder(sizes: dict[str, Any], kinds: Sequence[Any]) -> DecoderConfig:
-    from pagedjax.device.models.decoder import DecoderConfig
-
-    names = ("vocab_size", "intermediate", "heads", "kv_heads", "head_dim", "max_len")
-    blank = dict.fromkeys(names, 1) | {"tied": False, "eps": 0.0, "ropes": ()}
-    return DecoderConfig(**(blank | sizes), kinds=tuple(kinds))
+    experts = None
+    if shape.experts:
+        experts = Experts(shape.experts, shape.chosen, shape.expert, normalised=True)
+    return DecoderConfig(
+        vocab_size=shape.vocabulary,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_len=shape.longest,
+        tied=shape.tied,
+        eps=0.0,
+        kinds=tuple(kinds),
+        ropes=(),
+        gated=shape.gated,
+        attn_gate=shape.gated_attention,
+        experts=experts,
+    )

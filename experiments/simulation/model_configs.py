@@ -3,19 +3,16 @@ the engine does not run yet.
 
 `CONFIGS` has the fields of each model's config.json (huggingface.co/<repository>) that decide its
 costs. A model whose family the engine has is read by that family. The others are counted here
-(`is_counted`): experts beside a shared MLP, latent attention. Biases, norms, sinks of attention and
+(`counted`): experts beside a shared MLP, latent attention, GPT-OSS. Biases, norms, sinks of attention and
 layers that predict several tokens are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from experiments.simulation.layer_kinds import Kind, Latent
-
-if TYPE_CHECKING:
-    from experiments.simulation.cost import Shape
 
 Config = Mapping[str, Any]
 
@@ -178,35 +175,39 @@ CONFIGS: Mapping[str, Config] = {
 }
 
 
-def is_counted(config: Config) -> bool:
-    """Whether a config.json is of a family that is counted here."""
-    model_type = config.get("model_type")
-    if model_type == "granitemoehybrid":
-        return bool(config.get("num_local_experts", 8))
-    return model_type in READERS
+class Counted(NamedTuple):
+    """What a config.json says of a model's shape.
+
+    sizes: fields of `cost.Shape`.
+    others: a config of a family of the engine, which has the other fields; None: `sizes` has all.
+    """
+
+    sizes: Mapping[str, Any]
+    others: Config | None = None
 
 
-def shape_of(config: Config) -> Shape:
-    """The shape in a config.json for which `is_counted` holds.
+def counted(config: Config) -> Counted | None:
+    """The sizes in a config.json of a family that is counted here; None for another family.
 
     Raises:
         ValueError: a field is missing.
     """
+    model_type = str(config.get("model_type"))
+    reader = READERS.get(model_type)
+    if reader is None:
+        return None
     try:
-        return READERS[config["model_type"]](config)
+        return reader(config)
     except KeyError as error:
         raise ValueError(
-            f"the config.json of a {config['model_type']} has no {error}, which decides its costs; "
-            "add it"
+            f"the config.json of a {model_type} has no {error}, which decides its costs; add it"
         ) from error
 
 
-def _usual(config: Config, **sizes: Any) -> Shape:
-    """A shape by the usual fields."""
-    from experiments.simulation.cost import Shape
-
+def _usual(config: Config) -> dict[str, Any]:
+    """Sizes by the usual fields."""
     heads = config["num_attention_heads"]
-    usual = {
+    return {
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "heads": heads,
@@ -217,40 +218,43 @@ def _usual(config: Config, **sizes: Any) -> Shape:
         "longest": config["max_position_embeddings"],
         "tied": config.get("tie_word_embeddings", False),
     }
-    return Shape(**(usual | sizes))
 
 
-def _gpt_oss(config: Config) -> Shape:
+def _gpt_oss(config: Config) -> Counted:
     """Windows in some layers, and experts in all."""
     layers = config["num_hidden_layers"]
-    types = config.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2)
+    types = config.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
+    ]
     windowed = [i for i in range(layers) if types[i] == "sliding_attention"]
     full = [i for i in range(layers) if types[i] != "sliding_attention"]
-    return _usual(
-        config,
-        sparse=layers,
-        experts=config["num_local_experts"],
-        chosen=config["num_experts_per_tok"],
-        expert=config["intermediate_size"],
-        kinds=(Kind(tuple(windowed), window=config["sliding_window"]), Kind(tuple(full))),
-    )
+    sizes = {
+        "sparse": layers,
+        "experts": config["num_local_experts"],
+        "chosen": config["num_experts_per_tok"],
+        "expert": config["intermediate_size"],
+        "kinds": (Kind(tuple(windowed), window=config["sliding_window"]), Kind(tuple(full))),
+    }
+    return Counted(_usual(config) | sizes)
 
 
-def _with_experts(config: Config, **sizes: Any) -> Shape:
+def _mixture(config: Config) -> dict[str, Any]:
     """Experts beside a shared MLP, behind some first layers with one MLP."""
     expert = config["moe_intermediate_size"]
-    return _usual(
-        config,
-        sparse=config["num_hidden_layers"] - config.get("first_k_dense_replace", 0),
-        experts=config["n_routed_experts"],
-        chosen=config["num_experts_per_tok"],
-        expert=expert,
-        shared=(config.get("n_shared_experts") or 0) * expert,
-        **sizes,
-    )
+    return {
+        "sparse": config["num_hidden_layers"] - config.get("first_k_dense_replace", 0),
+        "experts": config["n_routed_experts"],
+        "chosen": config["num_experts_per_tok"],
+        "expert": expert,
+        "shared": (config.get("n_shared_experts") or 0) * expert,
+    }
 
 
-def _deepseek(config: Config) -> Shape:
+def _glm4_moe(config: Config) -> Counted:
+    return Counted(_usual(config) | _mixture(config))
+
+
+def _deepseek(config: Config) -> Counted:
     """Latent attention, and experts beside a shared MLP."""
     latent = Latent(
         rank=config["kv_lora_rank"],
@@ -260,51 +264,44 @@ def _deepseek(config: Config) -> Shape:
         query_rank=config.get("q_lora_rank") or 0,
     )
     layers = tuple(range(config["num_hidden_layers"]))
-    return _with_experts(
-        config, head_dim=latent.key + latent.rotated, kinds=(Kind(layers, latent=latent),)
-    )
+    sizes = {"head_dim": latent.key + latent.rotated, "kinds": (Kind(layers, latent=latent),)}
+    return Counted(_usual(config) | _mixture(config) | sizes)
 
 
-def _qwen3_next(config: Config) -> Shape:
+def _qwen3_next(config: Config) -> Counted:
     """The layers of Qwen3.5, and experts beside a shared MLP."""
-    shape = _as_family(config, "qwen3_5_text")
-    return shape._replace(
-        sparse=shape.layers,
-        experts=config["num_experts"],
-        chosen=config["num_experts_per_tok"],
-        expert=config["moe_intermediate_size"],
-        shared=config["shared_expert_intermediate_size"],
-    )
+    sizes = {
+        "sparse": config["num_hidden_layers"],
+        "experts": config["num_experts"],
+        "chosen": config["num_experts_per_tok"],
+        "expert": config["moe_intermediate_size"],
+        "shared": config["shared_expert_intermediate_size"],
+    }
+    return Counted(sizes, {**config, "model_type": "qwen3_5_text"})
 
 
-def _granite(config: Config) -> Shape:
-    """The layers of a Granite 4 Hybrid without experts, and experts beside its MLP."""
-    shape = _as_family({**config, "num_local_experts": 0}, "granitemoehybrid")
-    return shape._replace(
-        sparse=shape.layers,
-        experts=config["num_local_experts"],
-        chosen=config["num_experts_per_tok"],
-        expert=config["intermediate_size"],
-        shared=config["shared_intermediate_size"],
-    )
+def _granite(config: Config) -> Counted | None:
+    """The layers of a Granite 4 Hybrid without experts, and experts beside its MLP; None without
+    experts, which the engine's family reads.
+    """
+    experts = config["num_local_experts"]
+    if not experts:
+        return None
+    sizes = {
+        "sparse": config["num_hidden_layers"],
+        "experts": experts,
+        "chosen": config["num_experts_per_tok"],
+        "expert": config["intermediate_size"],
+        "shared": config["shared_intermediate_size"],
+    }
+    return Counted(sizes, {**config, "num_local_experts": 0})
 
 
-def _as_family(config: Config, model_type: str) -> Shape:
-    """The shape by a family of the engine."""
-    from experiments.simulation.cost import shape_of_decoder
-    from pagedjax.weights.architectures import normalised
-    from pagedjax.weights.families import built_in, config_of
-
-    source = "the model's config.json"
-    values = normalised({**config, "model_type": model_type}, source)
-    return shape_of_decoder(config_of(built_in(model_type), values, source))
-
-
-READERS: Mapping[str, Callable[[Config], Shape]] = {
+READERS: Mapping[str, Callable[[Config], Counted | None]] = {
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
-    "glm4_moe": _with_experts,
+    "glm4_moe": _glm4_moe,
     "granitemoehybrid": _granite,
 }

@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from pagedjax.device.batch import Batch
 from pagedjax.device.models.mixers.mixer import (
     CONV_INPUT,
-    Cost,
     Kept,
     KeptPages,
     Mixer,
+    MixerCost,
     row_of_tokens,
 )
 
@@ -99,7 +99,7 @@ class StateMixer(Mixer):
     def window(self, block_size: int) -> int:
         return max(self.length, block_size + 1)
 
-    def cost(self, c: Any, dtype: str, block_size: int) -> Cost:
+    def cost(self, c: Any, dtype: str, block_size: int) -> MixerCost:
         """A row reads the state, the tokens of its block, and the inputs of the convolution. A
         token is read by products with state and block, and is added to the state.
         """
@@ -108,7 +108,7 @@ class StateMixer(Mixer):
         state = kept.blocks[STATE]
         state_bytes = state.size * state.dtype.itemsize
         read = 2 * state.size + 2 * block_size * (self.keys + self.values)
-        return Cost(
+        return MixerCost(
             row_bytes=state_bytes
             + block_size * token_bytes[RECENT]
             + self.length * token_bytes[CONV_INPUT],

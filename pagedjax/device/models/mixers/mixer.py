@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     blocks: Mapping[str, jax.ShapeDtypeStruct] = {}
 
 
-class Cost(NamedTuple):
+class MixerCost(NamedTuple):
     """What the mixing of tokens costs a step, without products with weights; for simulations.
 
     row_bytes: read by each row. entry_bytes: written when a sequence enters a block.
@@ -82,7 +82,7 @@ class Mixer:
         """
         return pages_needed(self.kept(c, dtype), sizes)
 
-    def cost(self, c: DecoderConfig, dtype: str, block_size: int) -> Cost:
+    def cost(self, c: DecoderConfig, dtype: str, block_size: int) -> MixerCost:
         """What mixing costs. Here, a row reads all that it sees, and each of its tokens multiplies
         and adds each number of that once.
         """
@@ -90,7 +90,7 @@ class Mixer:
         seen = self.window(block_size)
         numbers = seen * sum(_numbers(kept.tokens)) + sum(_numbers(kept.blocks))
         of_blocks = sum(_bytes(kept.blocks))
-        return Cost(seen * sum(_bytes(kept.tokens)) + of_blocks, of_blocks, 2 * numbers)
+        return MixerCost(seen * sum(_bytes(kept.tokens)) + of_blocks, of_blocks, 2 * numbers)
 
 
 def _numbers(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[int]:
