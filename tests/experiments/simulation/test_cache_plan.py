@@ -5,6 +5,7 @@ the real engine, and the counts of its steps.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,12 @@ from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.engine.geometry import geometry
+from pagedjax.host.kv_policies import ALL
 from pagedjax.options.config import EngineConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from tests.engine.test_mixer_layers import random_parameters
 from tests.experiments.core.summaries import GREEDY
+from tests.experiments.simulation.test_model_configs import PUBLISHED
 from tests.experiments.simulation.test_simulate import COLUMNS
 
 pytestmark = pytest.mark.few_optimisations
@@ -108,6 +111,27 @@ def test_gemma_3_1b_keeps_a_fifth_of_its_tokens():
     plan = cache_plan(engine.config, named_shape("gemma-3-1b"))
     # four layers of a key head of 256 in 16 bits, and 28 places for 26 layers
     assert plan.block_bytes == 7 * 4 * 16 * 2 * 256 * 2
+
+
+def test_the_documents_bytes_of_named_models():
+    page = Path(__file__).parents[3] / "docs" / "design" / "layer-costs.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    for name, total, active, token, *kept in table:
+        model = name.strip("`")
+        shape = named_shape(model)
+        assert float(total) == pytest.approx(PUBLISHED[model][0], rel=0.002)
+        assert float(active) == pytest.approx(PUBLISHED[model][1], rel=0.01)
+        assert token == f"{shape.token_bytes / 1024:.0f} KiB"
+        for length, text in zip((8192, 32768), kept, strict=True):
+            config = EngineConfig(block_size=16, max_model_len=length)
+            plan = cache_plan(config, shape)
+            per_group = length // 16
+            views = plan.views or (ALL,)
+            num_blocks = sum(view.width(per_group) for view in views)
+            num_bytes = num_blocks * plan.block_bytes / plan.groups
+            assert text == f"{num_bytes / 2**20:.0f} MiB"
+    assert {name.strip("`") for name, *_ in table} == set(PUBLISHED)
 
 
 def test_the_cache_of_a_model_with_windows_fills_the_memory():
