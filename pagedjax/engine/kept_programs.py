@@ -37,7 +37,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
+from jaxlib import lapack
 
 from pagedjax.device import attention
 from pagedjax.engine import compilations
@@ -267,6 +269,7 @@ def _load(file: Path, device: Any) -> Any:
             raise ValueError("its content has changed")
         serialized, arguments, results = pickle.loads(zlib.decompress(content[size:]))
         attention.register_kernels(serialized)
+        _find_lapack(serialized)
         compiled = serialize_executable.deserialize_and_load(
             serialized, arguments, results, backend=device.client, execution_devices=[device]
         )
@@ -277,6 +280,14 @@ def _load(file: Path, device: Any) -> Any:
     with contextlib.suppress(OSError):
         os.utime(file)
     return compiled
+
+
+def _find_lapack(serialized: bytes) -> None:
+    """Finds LAPACK's functions for a program that calls them, such as a triangular solve on a CPU.
+    JAX finds them when it lowers such a program; before that, calls of them end the process.
+    """
+    if b"lapack_" in serialized:
+        lapack.prepare_lapack_call("trsm_ffi", np.dtype(np.float32))
 
 
 def _digest(content: bytes) -> bytes:

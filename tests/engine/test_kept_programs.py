@@ -24,6 +24,7 @@ from pagedjax.device.row_features import chain as chain_of
 from pagedjax.engine import compilations, kept_programs, runtime
 from tests import quick_compiler
 from tests.engine.runs import greedy, sampled, steps
+from tests.fresh_python import output_of
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "token_buckets": (8,), "num_blocks": 256}
 GREEDY = greedy(6)
@@ -260,3 +261,33 @@ def test_a_warm_start_traces_no_step(tiny_folder, tmp_path):
     assert int(cold[0]) > 0
     assert int(warm[0]) == 0
     assert warm[1:] == cold[1:]
+
+
+SOLVE = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+from pagedjax.engine import compilations, kept_programs
+
+folder = Path(sys.argv[1])
+compilations.folder = lambda: folder
+jax.config.update("jax_enable_compilation_cache", False)
+matrix = np.tril(np.ones((1, 4, 4), np.float32))
+
+def compiled():
+    assert not list(folder.iterdir()), "it is on disk"
+    solve = lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
+    return jax.jit(solve).lower(matrix, matrix).compile()
+
+device = jax.devices("cpu")[0]
+solve = kept_programs.program(["solve"], (matrix, matrix), device, compiled)
+print(np.asarray(solve(matrix, matrix)).tolist())
+"""
+
+
+def test_a_program_from_disk_solves_triangles_in_a_process_that_traced_none(tmp_path):
+    """As the step of a model with a gated delta rule does, whose engine starts again."""
+    first, second = (output_of(SOLVE, tmp_path) for _ in range(2))
+    assert first == second == f"{[np.eye(4).tolist()]}\n"
+    assert len(list(tmp_path.iterdir())) == 1
