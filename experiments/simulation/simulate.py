@@ -185,10 +185,9 @@ class SimulatedEngine:
         """`config` must give max_model_len, num_blocks and token_buckets; see `resolved`.
 
         Args:
-            plan: of a model whose layers are not all alike; None: all have attention that sees all
-                tokens.
             guesses: the drafts of each sequence, for example recorded ones; None draws them by
                 simulate.acceptance.
+            plan: the blocks of the model's layers; None: all have attention that sees all tokens.
 
         Raises:
             ValueError: whole batches with a policy under which requests join a batch, or an option
@@ -213,14 +212,16 @@ class SimulatedEngine:
         assert config.max_model_len is not None, "see `resolved`"
         # an id outside the vocabulary, so that no other token is it
         self._end_tokens = frozenset({vocab_size})
-        views = kv_policies.views(config, table_width(config, config.max_model_len))
+        self._policy = policies.find(config.policy)
         # of a model whose layers are not all alike, and its windows
         self._shape = plan.shape if plan is not None and plan.shape.kinds else None
         self._windows = self._shape.windows if self._shape else ()
-        self._policy = policies.find(config.policy)
-        self._limits = limits(config, host_blocks, plan.views if plan else views)
-        if plan is not None:
-            self._limits = self._limits._replace(shares_filling=plan.shares_filling)
+        if plan is None:
+            views = kv_policies.views(config, table_width(config, config.max_model_len))
+            self._limits = limits(config, host_blocks, views)
+        else:
+            sizes = limits(config, host_blocks, plan.views)
+            self._limits = sizes._replace(shares_filling=plan.shares_filling)
         self._recorder: Recorder | None = None
         self.reset()
 
