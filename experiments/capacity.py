@@ -668,7 +668,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(finished[0].probes, finished[0].unit))
     else:
         print(capacities.text_table(cells))
-    print(*reading(finished, cells), sep="\n")
+    print(*reading(finished, cells), *layers_of(folder), sep="\n")
     if compared:
         print("", compared.text, *compared.notes, sep="\n")
     print(f"runs: {folder}\nreport: {folder / 'capacity.html'}")
@@ -715,6 +715,12 @@ def reading(searches: Sequence[Search], cells: Sequence[CellAnswer]) -> list[str
     ]
 
 
+def layers_of(folder: Path) -> list[str]:
+    """What sequences keep, of each kind of engine that was probed; [] if queries see all blocks."""
+    environments = [report.environment(run) for run in store.read_runs(folder)]
+    return list(dict.fromkeys(env["layers"] for env in environments if "layers" in env))
+
+
 def page(
     searches: Sequence[Search],
     cells: Sequence[CellAnswer],
@@ -737,7 +743,7 @@ def page(
         runs,
         [report.environment(run) for run in runs],
         capacity_figures.sections(cells, limits),
-        reading=reading(searches, cells),
+        reading=[*reading(searches, cells), *layers_of(folder)],
         tiles=capacities.tiles(cells),
         table=capacities.page_table(cells),
         compared=compared,

@@ -534,6 +534,7 @@ def facts(
         ("Libraries", ", ".join(versions)),
         ("Attention", values("attention_impl")),
         ("Products", values("linear_impl")),
+        ("Blocks", values("layers")),
         ("Code", values("source")),
         (
             "Commit",

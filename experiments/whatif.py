@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from experiments.analysis.sweep_points import aligned
+from experiments.core import kept_blocks
 from experiments.laboratory import command, confirming, paired, rerun, whatif_page
 from experiments.laboratory.clock import Clock
 from experiments.laboratory.past import Past
@@ -115,6 +116,13 @@ def change_of(recorded: Past, options: argparse.Namespace) -> Change:
         own_policy = options.policy if names_own_value(options.policy) else None
         change = change._replace(policy=policies.find(options.policy), own_policy=own_policy)
     values = dict([_setting(text) for text in options.set])
+    size = values.get("block_size", recorded.config.block_size)
+    if recorded.config.views and size != recorded.config.block_size:
+        raise ValueError(
+            f"block_size is {size}, and queries of the recorded run see a number of blocks of "
+            f"{recorded.config.block_size} tokens, whose window in tokens a recording does not "
+            "tell; leave it as it was, or record a run with that block size"
+        )
     config = recorded.config._replace(**values)
     scheduler.init(config)
     caching = False if options.without_caching else None
@@ -180,6 +188,8 @@ def reading(prediction: Prediction, options: argparse.Namespace) -> Iterator[str
     if prediction.times is not None:
         error = prediction.times.model.error
         yield f"seconds are those of a fit to the recorded steps; its median error is {error:.1%}"
+    if kept := kept_blocks.sentence(prediction.change.config):
+        yield kept
 
 
 def changes(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> Iterator[str]:

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from experiments.core import recordings, speculation, store, what_ran
+from experiments.core import kept_blocks, recordings, speculation, store, what_ran
 from experiments.core.config import Experiment
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
@@ -99,6 +99,8 @@ def _engine_facts(experiment: Experiment, llm: Any, startup: dict[str, float]) -
         "engine": resolved,
         "startup": startup,
     }
+    if kept := kept_blocks.sentence(llm.engine.scheduler_state.config):
+        facts["layers"] = kept
     if experiment.pools:  # the engines of two pools differ
         facts["engine"] = {
             name: dataclasses.asdict(getattr(llm, name).engine.config) for name in POOLS

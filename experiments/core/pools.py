@@ -334,12 +334,24 @@ class PooledLLM:
         assert pools is not None, "see `Experiment`"
         self.prefill = _pool_llm(experiment, "prefill")
         self.decode = _pool_llm(experiment, "decode")
+        _check_groups(self.prefill, self.decode)
         self.engines: tuple[SimulatedEngine, ...] = self.prefill.engines + self.decode.engines
         self.engine = self.prefill.engine
         self.tokenizer = self.prefill.tokenizer
         self.startup: dict[str, float] = {}
         bandwidth = math.inf if pools.link_gb_s is None else 1e9 * pools.link_gb_s
         self.link = Link(self.prefill.block_bytes, bandwidth, pools.latency_s)
+
+
+def _check_groups(prefill: SimulatedLLM, decode: SimulatedLLM) -> None:
+    """Raises ValueError if blocks of one pool have other layers than those of the other."""
+    groups = [llm.engine.scheduler_state.config.groups for llm in (prefill, decode)]
+    if groups[0] != groups[1]:
+        raise ValueError(
+            f"pools.prefill has {groups[0]} groups of layers and pools.decode {groups[1]}, so a "
+            "block of one does not fit the other; give both the same mesh, max_model_len and "
+            "free_window_blocks"
+        )
 
 
 def _pool_llm(experiment: Experiment, name: str) -> SimulatedLLM:

@@ -65,14 +65,17 @@ class Exchange(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The sizes of a model that decide what its devices exchange. vocabulary: rows of the head on
-    one device.
+    """The sizes of a model that decide what its devices exchange.
+
+    vocabulary: rows of the head on one device.
+    whole_mixers: layers whose mixer each device has whole, so that no sum follows it.
     """
 
     layers: int
     hidden: int
     vocabulary: int
     activation_bytes: float
+    whole_mixers: int = 0
 
 
 def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exchange, ...]:
@@ -88,7 +91,7 @@ def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exch
     numbers = sizes.hidden * tokens
     rows = -(-sampled // n) * n
     return (
-        Exchange("all-reduce", SUM_BYTES * numbers, 2 * sizes.layers),
+        Exchange("all-reduce", SUM_BYTES * numbers, 2 * sizes.layers - sizes.whole_mixers),
         Exchange("all-reduce", sizes.activation_bytes * numbers),
         Exchange("all-to-all", LOGIT_BYTES * sizes.vocabulary * rows),
         Exchange("all-gather", SAMPLE_BYTES * rows),

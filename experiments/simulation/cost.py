@@ -15,8 +15,7 @@ arithmetic:
 
 In a mixture of experts, the step reads the experts that at least one token chose, as expected of
 tokens that choose evenly and independently (Shape.experts_read), and multiplies with the experts of
-each token. A layer with a window counts as a layer that sees the whole context: for contexts beyond
-a window, attention is too slow here.
+each token. Where layers are not all alike, each kind has a maximum of its own (layer_kinds.py).
 
 A mesh of devices takes the time of one device's part of the model (`part`), and that of what the
 devices exchange (collectives.py).
@@ -37,15 +36,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from experiments.simulation import collectives, profiles
+from experiments.simulation import collectives, model_configs, profiles
 from experiments.simulation.collectives import Exchanged, Network
-from pagedjax.host.kv_policies import View
+from experiments.simulation.layer_kinds import (
+    Kind,
+    Seen,
+    decoder_of,
+    entered_blocks,
+    kinds_of,
+    layer_costs,
+    mixing_numbers,
+    seen,
+)
+from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.types import Plan, SchedulerConfig
 from pagedjax.options.config import MeshConfig, check_above_zero, from_dict, one_of
 from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import own_function
 
 if TYPE_CHECKING:
+    from experiments.simulation.cache_plan import CachePlan
+    from pagedjax.device.models.decoder import DecoderConfig
     from pagedjax.weights.architectures import Family
 
 STEPS = "steps.jsonl"  # a file of a run folder
@@ -59,8 +70,10 @@ StepTime = Callable[["Work"], Any]
 class Work(NamedTuple):
     """The counts of a step that decide its time; tokens unless stated otherwise.
 
-    For several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps].
-    A user's own function gets the integers of one step (`own_step_time`).
+    For several steps that only decode, `context`, `pairs`, `single_context` and what `seen` has are
+    int64 [steps]. A user's own function gets the integers of one step (`own_step_time`).
+
+    `context` and `pairs` are those of layers that see the most.
     """
 
     tokens: int  # computed, padding included
@@ -71,20 +84,34 @@ class Work(NamedTuple):
     moved_blocks: int = 0  # between device and host
     single: int = 0  # sequences that compute one token, as decodes do
     single_context: int = 0  # the part of `context` of these sequences
+    # through each window of the model's layers (`Shape.windows`); () in models without windows
+    seen: tuple[Seen, ...] = ()
+    entered: int = 0  # blocks that get their first token; 0 in models whose layers keep no states
 
 
 def work_of(
-    plan: Plan, padded: int, *, cached: bool = True, config: SchedulerConfig | None = None
+    plan: Plan,
+    padded: int,
+    *,
+    cached: bool = True,
+    config: SchedulerConfig | None = None,
+    shape: Shape | None = None,
 ) -> Work:
     """The work of a plan.
 
     Args:
         cached: False is an engine without a KV cache, which computes every token again.
-        config: the scheduler's configuration, whose KV policy decides what queries see; None:
-            queries see everything.
+        config: the scheduler's configuration, which decides what queries see; None: queries see
+            everything.
+        shape: of a model whose layers are not all alike, whose windows and states count, too. It
+            needs `config`.
     """
+    if shape is not None and shape.kinds:
+        assert config is not None, "windows and states are those of a configuration"
+        work = work_of(plan, padded, cached=cached, config=config)
+        return _with_kinds(work, plan, config, shape, cached=cached)
     moved = len(plan.swap_out) + len(plan.swap_in)
-    if config is not None and config.views:
+    if config is not None and config.views and config.views[0] != ALL:
         return _work_with_view(plan, padded, moved, config.views[0], config.block_size)
     if cached and plan.num_tokens == len(plan.seqs):  # decodes only: the most frequent step
         context = sum(plan.starts) + len(plan.seqs)
@@ -108,6 +135,28 @@ def work_of(
         moved_blocks=moved,
         single=int(single.sum()),
         single_context=int(ends[single].sum()),
+    )
+
+
+def _with_kinds(
+    work: Work, plan: Plan, config: SchedulerConfig, shape: Shape, *, cached: bool
+) -> Work:
+    """The work, with what queries see through windows, and the blocks that sequences enter."""
+    starts = np.asarray(plan.starts)
+    counts = np.asarray(plan.counts)
+    if not cached:
+        counts = starts + counts
+        starts = np.zeros_like(starts)
+    return work._replace(
+        seen=tuple(
+            [
+                seen(starts, counts, window)
+                if window < config.max_model_len
+                else Seen(work.context, work.pairs)
+                for window in shape.windows
+            ]
+        ),
+        entered=entered_blocks(starts, counts, config.block_size) if shape.keeps_states else 0,
     )
 
 
@@ -166,19 +215,37 @@ class Shape(NamedTuple):
     expert: int = 0  # intermediate size of an expert
     # devices that share the experts; each has an equal part of `experts` and of the chosen experts
     dealt: int = 1
+    shared: int = 0  # intermediate size of the MLP that each token uses beside its experts
+    gated_attention: bool = False  # each query head has a gate, as wide as the head
+    kinds: tuple[Kind, ...] = ()  # of layers; () if all have attention that sees all tokens
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of its layers, each once, ascending."""
+        return tuple(sorted({kind.window for kind in self.kinds if kind.window}))
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers have no attention."""
+        return any(kind.mixer is not None for kind in self.kinds)
 
     def layer_numbers(self, experts: float) -> float:
         """Numbers in the matrices of all layers.
 
         experts: how many experts count in each layer with experts, those of all devices together.
         """
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         # numbers of an MLP for each intermediate channel
         per_channel = (3 if self.gated else 2) * self.hidden
         router = self.hidden * self.experts
         mixture = router + experts / self.dealt * per_channel * self.expert
+        if self.shared:
+            mixture += per_channel * self.shared
+        if self.kinds or self.gated_attention:
+            mixing = mixing_numbers(self)
+        else:
+            mixing = self.layers * self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return (
-            self.layers * attention
+            mixing
             + (self.layers - self.sparse) * per_channel * self.intermediate
             + self.sparse * mixture
         )
@@ -214,8 +281,11 @@ class Shape(NamedTuple):
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of the keys and values of one token."""
-        return self.kv_bytes * 2 * self.layers * self.kv_heads * self.head_dim
+        """Bytes of the keys and values, or latents, of one token in all layers that have some."""
+        if not self.kinds:
+            return self.kv_bytes * 2 * self.layers * self.kv_heads * self.head_dim
+        costs = layer_costs(self, block_size=1, activation_bytes=2)
+        return sum([cost.layers * cost.token_bytes for cost in costs])
 
 
 def shape_of(
@@ -234,14 +304,19 @@ def shape_of(
     from pagedjax.weights.architectures import normalised
     from pagedjax.weights.families import built_in, config_of  # imports jax, but starts no backend
 
+    counted = model_configs.counted(config) if family is None else None
+    if counted is not None:
+        sizes = {**counted.sizes, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
+        if counted.others is None:
+            return Shape(**sizes)
+        return shape_of(counted.others)._replace(**sizes)
     values = normalised(config, "the model's config.json", family)
     decoder = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
-    mixers = [kind.mixer for kind in decoder.kinds if kind.mixer]
-    if mixers:
-        raise ValueError(
-            f"the model has layers without attention ({type(mixers[0]).__name__}), whose work "
-            "simulations do not count yet; simulate a model of attention alone"
-        )
+    return shape_of_decoder(decoder)._replace(weight_bytes=weight_bytes, kv_bytes=kv_bytes)
+
+
+def shape_of_decoder(decoder: DecoderConfig) -> Shape:
+    """The shape of a decoder of the engine."""
     shape = Shape(
         layers=decoder.layers,
         hidden=decoder.hidden,
@@ -253,8 +328,8 @@ def shape_of(
         longest=decoder.max_len,
         gated=decoder.gated,
         tied=decoder.tied,
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
+        gated_attention=decoder.attn_gate,
+        kinds=kinds_of(decoder),
     )
     if decoder.experts is None:
         return shape
@@ -264,6 +339,11 @@ def shape_of(
         chosen=decoder.experts.chosen,
         expert=decoder.experts.intermediate,
     )
+
+
+def named_shape(name: str) -> Shape:
+    """The shape of a model by its name, one of `MODELS`, with 16-bit weights and cache."""
+    return SHAPES[name] if name in SHAPES else shape_of(model_configs.CONFIGS[name])
 
 
 def part(shape: Shape, mesh: MeshConfig) -> Shape:
@@ -277,25 +357,8 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         ValueError: the model cannot be split over the mesh.
     """
     from pagedjax.device.models import split  # imports jax, but starts no backend
-    from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
 
-    model = DecoderConfig(
-        vocab_size=shape.vocabulary,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_len=shape.longest,
-        tied=shape.tied,
-        eps=0.0,
-        kinds=tuple(LayerKind(sparse=i < shape.sparse) for i in range(shape.layers)),
-        ropes=(),
-        gated=shape.gated,
-        experts=Experts(shape.experts, shape.chosen, shape.expert, normalised=True)
-        if shape.experts
-        else None,
-    )
+    model = decoder_of(shape)
     split.check(model, mesh)
     device = split.device_config(model, mesh)
     return shape._replace(
@@ -305,6 +368,7 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         vocabulary=device.vocab_size,
         expert=device.experts.intermediate if device.experts else 0,
         dealt=mesh.expert,
+        shared=-(-shape.shared // mesh.size),
     )
 
 
@@ -330,6 +394,8 @@ SHAPES = {
     "qwen2.5-14b": Shape(48, 5120, 40, 8, 128, 13824, 152064, 32768),
     "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, 40960, tied=True),
 }
+# the names of all models; those of model_configs.py have layers or experts that are not all alike
+MODELS = (*SHAPES, *model_configs.CONFIGS)
 
 
 class Chip(NamedTuple):
@@ -484,7 +550,14 @@ def own_step_time(spec: str) -> StepTime:
         columns = [count.tolist() for count in counts]
         return np.array(
             [
-                seconds(work._replace(context=context, pairs=pairs, single_context=single_context))
+                seconds(
+                    work._replace(
+                        context=context,
+                        pairs=pairs,
+                        single_context=single_context,
+                        seen=(Seen(context, pairs),) * len(work.seen),
+                    )
+                )
                 for context, pairs, single_context in zip(*columns, strict=True)
             ]
         )
@@ -510,6 +583,7 @@ class Roofline(NamedTuple):
     batched_moves: bool = True
     devices: int = 1  # devices of a mesh, each with a part of the model
     activation_bytes: float = 2
+    pool: CachePlan | None = None  # what a block is; None: it has the keys and values of all layers
 
     def __call__(self, work: Work) -> float:
         shape = self.shape
@@ -517,17 +591,35 @@ class Roofline(NamedTuple):
         bandwidth = self.chips * self.bandwidth_share * chip.bandwidth
         rate = self.chips * self.rate_share * chip.rate
         tokens = -(-work.tokens // chip.tile) * chip.tile
-        attention = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
         weights = max(
             shape.read_bytes(work.tokens) / bandwidth, shape.products(tokens, work.sampled) / rate
         )
-        return (
-            chip.launch
-            + weights
-            + _larger(shape.token_bytes * work.context / bandwidth, attention / rate)
-            + self.move(work.moved_blocks)
-            + self.exchange(work)
-        )
+        if shape.kinds:
+            mixing = self._mixing(work, bandwidth, rate)
+        else:
+            attention = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
+            mixing = _larger(shape.token_bytes * work.context / bandwidth, attention / rate)
+        return chip.launch + weights + mixing + self.move(work.moved_blocks) + self.exchange(work)
+
+    def _mixing(self, work: Work, bandwidth: float, rate: float) -> Any:
+        """Seconds of attention and of mixers, without products with weights, where layers are not
+        all alike.
+        """
+        shape = self.shape
+        windows = shape.windows
+        if len(work.seen) != len(windows):
+            raise ValueError(
+                f"the work counts {len(work.seen)} windows, and the model has {len(windows)}; give "
+                "its shape to work_of"
+            )
+        through = dict(zip(windows, work.seen, strict=True))
+        total: Any = 0.0
+        for cost in layer_costs(shape, self.block_size, self.activation_bytes):
+            of_window = through[cost.window] if cost.window else None
+            total = total + _larger(
+                cost.traffic(work, of_window) / bandwidth, cost.operations(work, of_window) / rate
+            )
+        return total
 
     def exchange(self, work: Work) -> float:
         """Seconds of the step's exchanges between devices."""
@@ -536,7 +628,10 @@ class Roofline(NamedTuple):
         shape = self.shape
         network = self.chip.network
         assert network is not None, "`of_mesh` refuses a chip without one"
-        sizes = Exchanged(shape.layers, shape.hidden, shape.vocabulary, self.activation_bytes)
+        whole_mixers = sum([len(kind.layers) for kind in shape.kinds if kind.mixer is not None])
+        sizes = Exchanged(
+            shape.layers, shape.hidden, shape.vocabulary, self.activation_bytes, whole_mixers
+        )
         exchanges = collectives.exchanges(sizes, self.devices, work.tokens, work.sampled)
         return sum(collectives.seconds(exchange, self.devices, network) for exchange in exchanges)
 
@@ -544,8 +639,12 @@ class Roofline(NamedTuple):
         """Seconds to move blocks between device and host."""
         if not blocks:
             return 0.0
-        copies = 1 if self.batched_moves else 2 * self.shape.layers * blocks
+        layers = self.shape.layers
         num_bytes = blocks * self.block_size * self.shape.token_bytes / self.chips
+        if self.pool is not None:
+            layers = self.pool.layers
+            num_bytes = blocks * self.pool.block_bytes / self.pool.groups / self.chips
+        copies = 1 if self.batched_moves else 2 * layers * blocks
         return copies * self.chip.transfer + num_bytes / self.chip.link
 
 
@@ -664,7 +763,7 @@ class Simulate:
         a step with the counts of `Work`. It may have parameters: {name: mine.py:NAME, a: 0.001}.
     profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count
         real tokens, so `padded` must be False.
-    model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its
+    model: a name of cost.MODELS; None is the shape of the experiment's own model, from its
         config.json.
     bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the
         bound.
@@ -720,7 +819,7 @@ class Simulate:
         if self.chip is not None and not isinstance(self.chip, OwnChip):
             one_of("chip", self.chip, tuple(CHIPS))
         if self.model is not None:
-            one_of("model", self.model, tuple(SHAPES))
+            one_of("model", self.model, MODELS)
         if self.chips < 1:
             raise ValueError(f"chips is {self.chips}; it must be at least 1")
         if self.step_s is not None and self.step_s <= 0:

@@ -29,8 +29,8 @@ import numpy as np
 from immutables import Map
 
 from experiments.simulation import cost, profiles
+from experiments.simulation.cache_plan import CachePlan, cache_plan
 from experiments.simulation.cost import (
-    SHAPES,
     Roofline,
     Shape,
     Simulate,
@@ -38,6 +38,7 @@ from experiments.simulation.cost import (
     Work,
     work_of,
 )
+from experiments.simulation.layer_kinds import Seen
 from experiments.simulation.spans import DecodeSpan, StepTimes, sampled, step_times
 from experiments.simulation.unfelt import refuse_unfelt
 from pagedjax.device import formats
@@ -138,15 +139,23 @@ def after_step(
     return WholeBatch(contexts, pending), ()
 
 
-def with_rows(work: Work, contexts: Sequence[int]) -> Work:
+def with_rows(work: Work, contexts: Sequence[int], windows: Sequence[int] = ()) -> Work:
     """The work with a further row of one token for each of `contexts`.
 
     Args:
         contexts: the number of tokens that each further row sees.
+        windows: those of `work.seen`.
     """
     rows = len(contexts)
     context = sum(contexts)
+    seen_by_rows = [sum([min(tokens, window) for tokens in contexts]) for window in windows]
     return work._replace(
+        seen=tuple(
+            [
+                Seen(step.context + tokens, step.pairs + tokens)
+                for step, tokens in zip(work.seen, seen_by_rows, strict=True)
+            ]
+        ),
         sequences=work.sequences + rows,
         sampled=work.sampled + rows,
         context=work.context + context,
@@ -171,12 +180,14 @@ class SimulatedEngine:
         host_blocks: int = 0,
         simulate: Simulate,
         guesses: Guesses | None = None,
+        plan: CachePlan | None = None,
     ) -> None:
         """`config` must give max_model_len, num_blocks and token_buckets; see `resolved`.
 
         Args:
             guesses: the drafts of each sequence, for example recorded ones; None draws them by
                 simulate.acceptance.
+            plan: the blocks of the model's layers; None: all have attention that sees all tokens.
 
         Raises:
             ValueError: whole batches with a policy under which requests join a batch, or an option
@@ -201,9 +212,16 @@ class SimulatedEngine:
         assert config.max_model_len is not None, "see `resolved`"
         # an id outside the vocabulary, so that no other token is it
         self._end_tokens = frozenset({vocab_size})
-        views = kv_policies.views(config, table_width(config, config.max_model_len))
         self._policy = policies.find(config.policy)
-        self._limits = limits(config, host_blocks, views)
+        # of a model whose layers are not all alike, and its windows
+        self._shape = plan.shape if plan is not None and plan.shape.kinds else None
+        self._windows = self._shape.windows if self._shape else ()
+        if plan is None:
+            views = kv_policies.views(config, table_width(config, config.max_model_len))
+            self._limits = limits(config, host_blocks, views)
+        else:
+            sizes = limits(config, host_blocks, plan.views)
+            self._limits = sizes._replace(shares_filling=plan.shares_filling)
         self._recorder: Recorder | None = None
         self.reset()
 
@@ -395,9 +413,15 @@ class SimulatedEngine:
             return None
         ended_contexts = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended_contexts))
-        work = work_of(plan, padded, cached=self._simulate.kv_cache, config=self._limits)
+        work = work_of(
+            plan,
+            padded,
+            cached=self._simulate.kv_cache,
+            config=self._limits,
+            shape=self._shape,
+        )
         if ended_contexts:
-            work = with_rows(work, ended_contexts)
+            work = with_rows(work, ended_contexts, self._windows)
         seconds = self._seconds(work)
         seconds += self._simulate.draft_s * max(plan.drafts, default=0)
         samples = self._samples(plan, guesses)
@@ -465,6 +489,8 @@ class SimulatedEngine:
             return None
         if self._policy.init is not None:
             return None
+        if self._windows and self._windows[0] < self._limits.max_model_len:
+            return None  # what a row sees does not grow beyond a window
         steps = min(decode_spans.steps_ahead(self.scheduler_state, self._ends), MAX_STEPS_AHEAD)
         if steps < 2:
             return None
@@ -479,6 +505,7 @@ class SimulatedEngine:
             pairs=context,
             single=rows,
             single_context=context,
+            seen=(Seen(context, context),) * len(self._windows),
         )
         return step_times(self.now, steps, work, self._seconds, self._simulate.host_s)
 
@@ -566,7 +593,7 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
     length = config.max_model_len or shape.longest
     check_model_len(length, shape.longest)
     num_blocks = config.num_blocks
-    block_bytes = config.block_size * shape.token_bytes
+    block_bytes = cache_plan(dataclasses.replace(config, max_model_len=length), shape).block_bytes
     if memory is None and num_blocks is None:
         raise ValueError(
             "no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks"
@@ -600,7 +627,7 @@ class SimulatedLLM:
         """Make the engines.
 
         `engines` are equal, and `engine` is the first of them. `block_bytes` are the bytes of a
-        block on all devices together.
+        block of the pool on all devices together.
 
         Args:
             model: gives the shape if the simulation names none, and the tokenizer if a workload has
@@ -609,9 +636,9 @@ class SimulatedLLM:
         """
         shape = _shape(simulate, config, model)
         vocabulary = shape.vocabulary
-        self.block_bytes = config.block_size * shape.token_bytes
         memory = None
         devices = 1
+        roofline: Roofline | None = None
         if simulate.fit is not None:
             steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
             self.step_time: StepTime = cost.fit(steps)
@@ -624,15 +651,20 @@ class SimulatedLLM:
         else:
             roofline = _roofline(simulate, config, shape)
             memory = roofline.chips * roofline.chip.memory
-            shape = roofline.shape  # on a mesh, the part of a device: its memory decides
             devices = roofline.devices
-            self.step_time = roofline
+        # on a mesh, the part of a device: its memory decides
+        part = roofline.shape if roofline else shape
+        config = resolved(config, part, memory)
+        plan = cache_plan(config, part)
+        if roofline is not None:
+            self.step_time = roofline._replace(pool=plan) if part.kinds else roofline
+        self.block_bytes = config.block_size * shape.token_bytes
+        if part.kinds:
+            self.block_bytes = devices * plan.block_bytes / plan.groups
         host_blocks = 0
         if config.preemption == "swap":
-            host_blocks = int(
-                config.swap_space_gib * 2**30 / (config.block_size * devices * shape.token_bytes)
-            )
-        config = resolved(config, shape, memory)
+            swap_bytes = config.swap_space_gib * 2**30
+            host_blocks = int(swap_bytes / (devices * plan.block_bytes)) * plan.groups
         self.engines = tuple(
             SimulatedEngine(
                 config,
@@ -640,6 +672,7 @@ class SimulatedLLM:
                 vocab_size=vocabulary,
                 host_blocks=host_blocks,
                 simulate=simulate,
+                plan=plan,
             )
             for _ in range(count)
         )
@@ -669,7 +702,8 @@ def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
     weight_bytes = np_dtype(stored.numbers_dtype(config.weight_dtype or dtype)).itemsize
     kv_bytes = np_dtype(config.kv_cache_dtype or dtype).itemsize
     if simulate.model is not None:
-        return SHAPES[simulate.model]._replace(weight_bytes=weight_bytes, kv_bytes=kv_bytes)
+        shape = cost.named_shape(simulate.model)
+        return shape._replace(weight_bytes=weight_bytes, kv_bytes=kv_bytes)
     family = own_family(config.model_family)
     checkpoint = open_checkpoint(model, family=family)
     return cost.shape_of(checkpoint.config, weight_bytes, kv_bytes, family=family)
@@ -685,10 +719,8 @@ def _roofline(simulate: Simulate, config: EngineConfig, shape: Shape) -> Rooflin
         rate_share=simulate.rate_share,
         block_size=config.block_size,
         batched_moves=simulate.batched_moves,
+        activation_bytes=np_dtype(config.dtype or "bfloat16").itemsize,
     )
     if simulate.mesh is None:
         return roofline
-    activation_bytes = np_dtype(config.dtype or "bfloat16").itemsize
-    return cost.of_mesh(
-        roofline._replace(activation_bytes=activation_bytes), simulate.mesh, simulate.hop_s
-    )
+    return cost.of_mesh(roofline, simulate.mesh, simulate.hop_s)

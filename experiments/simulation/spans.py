@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.simulation.cost import StepTime, Work
+from experiments.simulation.layer_kinds import Seen
 from pagedjax.host.types import Seq
 
 
@@ -75,7 +76,14 @@ def step_times(start: float, steps: int, work: Work, seconds: StepTime, host_s: 
         host_s: seconds of the host in each step.
     """
     contexts: Any = work.context + work.sequences * np.arange(steps)
-    device = seconds(work._replace(context=contexts, pairs=contexts, single_context=contexts))
+    device = seconds(
+        work._replace(
+            context=contexts,
+            pairs=contexts,
+            single_context=contexts,
+            seen=(Seen(contexts, contexts),) * len(work.seen),
+        )
+    )
     device = np.broadcast_to(device, steps)
     parts = np.full((steps, 2), host_s)  # of each step, the time of the device and of the host
     parts[:, 0] = device

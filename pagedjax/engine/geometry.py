@@ -120,11 +120,14 @@ def geometry(
         selection=selection,
         block=block_shape(config.block_size, model, kv_dtype, impl, draft, layout, selection),
         host_block_bytes=cache.block_bytes(**host_block) * groups,
-        keeps_states=any(
-            kind.mixer.kept(model.part, model.dtype).blocks
-            for kind in model.config.kinds
-            if kind.mixer
-        ),
+        keeps_states=keeps_states(model),
+    )
+
+
+def keeps_states(model: Model) -> bool:
+    """Whether a layer keeps numbers of blocks."""
+    return any(
+        kind.mixer.kept(model.part, model.dtype).blocks for kind in model.config.kinds if kind.mixer
     )
 
 

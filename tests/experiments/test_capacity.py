@@ -169,6 +169,35 @@ def test_capacity_of_md1_queue_matches_theory(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_capacity_of_a_model_with_windows_says_what_a_sequence_keeps(tmp_path, capsys):
+    """More requests fit if blocks before the windows are given back, so the capacity is higher."""
+    path = write(
+        tmp_path,
+        model="gpt-oss-20b",
+        simulate={"chip": "h200", "model": "gpt-oss-20b"},
+        engine={"max_num_seqs": 64, "max_model_len": 4096, "enable_prefix_caching": False},
+        cache_tokens=12_000,
+        workload={
+            **MD1["workload"],
+            "count": 150,
+            "prompt": {"dist": "fixed", "value": 2000},
+            "output": {"dist": "fixed", "value": 60},
+        },
+        slo={"ttft": 0.5},
+        sweep={"grid": {"engine.free_window_blocks": [True, False]}},
+    )
+    command = [str(path), "--out", str(tmp_path / "runs"), "--quiet", "--tolerance", "0.2"]
+    assert capacity.main(command) == 0
+    folder = tmp_path / "runs" / "md1-capacity"
+    freed, kept = json.loads((folder / "capacity.json").read_text())["cells"]
+    assert freed["capacity"] > kept["capacity"]
+    # windows of 128 tokens lie in 9 blocks of 16
+    sentence = "2 groups of layers: a sequence of 4,096 tokens keeps 265 of 512 blocks (52 %)"
+    assert sentence in capsys.readouterr().out
+    assert sentence in (folder / "capacity.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_trace_capacity_by_time_scale_and_percentile(tmp_path):
     stamps = [f"2023-11-16 18:15:{10 + i // 10}.{i % 10}00000,16,4" for i in range(80)]
     (tmp_path / "trace.csv").write_text(

@@ -97,6 +97,13 @@ def compare(changes: dict[str, Any]) -> StepCounts:
     return counts
 
 
+def test_steps_of_models_with_windows_and_states_are_made_one_by_one():
+    """What a row sees stops growing, and blocks are given back."""
+    for model in ("gpt-oss-20b", "granite-4-h-micro"):
+        options: dict[str, Any] = {"simulate": {"chip": "h200", "model": model}, "model": model}
+        assert compare(options).together == 0
+
+
 CHANGES = [{"at": 0.1, "fail": 1}, {"at": 0.2, "join": 1}, {"at": 0.3, "leave": 1}]
 PROFILE = {"chip": None, "profile": "distserve/opt-13b/tp1", "model": "opt-13b", "padded": False}
 MEASURED = {
@@ -115,6 +122,9 @@ MEASURED = {
         {"simulate": {"mesh": {"tensor": 4}, "chip": "tpu-v5e"}},
         {"simulate": {"chip": None, "step_s": 0.01}},
         {"simulate": {"chips": 2}},
+        {"simulate": {"chips": 16, "model": "deepseek-v3"}, "model": "deepseek-v3"},
+        # longer windows than any sequence
+        {"simulate": {"chip": "h200", "model": "gemma-3-1b"}, "model": "gemma-3-1b"},
         {"simulate": PROFILE, "model": "opt-13b"},
         {"simulate": MEASURED, "model": "opt-13b"},
         {"engine": {"enable_prefix_caching": False}},

@@ -58,6 +58,35 @@ def test_a_run_and_its_summary():
     assert measurement == simulated_run(RAW)
 
 
+def test_pools_of_a_model_with_windows_move_the_blocks_that_are_kept():
+    model = {"chip": "h100", "model": "gpt-oss-20b"}
+    workload = changed_workload(prompt={"dist": "fixed", "value": 300}, output=OUTPUT)
+    engine = {**RAW["engine"], "max_model_len": 512}
+    raw = {**RAW, "simulate": model, "model": "gpt-oss-20b", "workload": workload}
+    measurement = simulated_run({**raw, "engine": engine, "cache_tokens": 4096})
+    moved = [request for request in measurement.requests if request.transfers]
+    # of 12 layers, a token of 8 key heads of 64 in 16 bits; blocks of 8
+    block = 8 * 12 * 2 * 8 * 64 * 2
+    assert {request.prompt_tokens for request in moved} == {300}
+    # the next query, at 300, sees the block of 300 and the 16 before it, and all blocks of the rest
+    assert measurement.summary["pools"]["moved_bytes"] == len(moved) * block * (38 + 17)
+
+
+def test_pools_whose_blocks_have_other_layers_are_refused():
+    """A page is that of a device's key heads, so states take more of them on a mesh."""
+    simulate = {"chip": "h100", "model": "granite-4-h-micro"}
+    pools = {
+        "prefill": {"simulate": {**simulate, "mesh": {"tensor": 4}}},
+        "decode": {"simulate": simulate},
+    }
+    raw = {**RAW, "simulate": simulate, "model": "granite-4-h-micro", "pools": pools}
+    (point,) = expand(raw, folder=Path())
+    with pytest.raises(
+        ValueError, match=r"pools.prefill has \d+ groups of layers .* give both the same mesh"
+    ):
+        engines.simulated_llm(point.experiment)
+
+
 def test_held_blocks_count_as_used_until_the_pages_are_adopted():
     """One request, whose pages take most of the run: a later one sees its blocks in `prefill`."""
     workload = {

@@ -21,7 +21,8 @@ from experiments.laboratory import clock, paired, past, rerun, times
 from experiments.laboratory.outcomes import Outcome, outcomes
 from experiments.laboratory.prediction import predict, reading
 from experiments.laboratory.replicas import Fleet
-from experiments.simulation.simulate import SimulatedEngine
+from experiments.simulation.cost import Simulate
+from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from pagedjax import routing
 from pagedjax.commands.cli import main
 from pagedjax.engine.engine import Engine
@@ -29,6 +30,7 @@ from pagedjax.host.event_log import Schedule, Submit
 from pagedjax.host.policies import FCFS, POLICIES
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Finished, Request, Sampled
+from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
 from tests import drawn
 from tests.engine.runs import small_llm
@@ -596,6 +598,25 @@ def test_what_cannot_be_changed_is_refused(noisy: Path, capsys, words: list[str]
     error = capsys.readouterr().err
     assert error.startswith(f"cannot change {noisy}: ")
     assert re.search(message, error)
+
+
+def test_a_run_whose_queries_see_windows_says_what_it_keeps(tmp_path: Path, capsys):
+    path = tmp_path / "windows.jsonl"
+    config = EngineConfig(
+        block_size=16, num_blocks=12, max_model_len=512, max_num_batched_tokens=64
+    )
+    llm = SimulatedLLM(Simulate(step_s=1.0, model="gpt-oss-20b"), config, "none")
+    simulated.record(path, llm.engine, simulated.requests(random.Random(0), 8))
+    # windows of 128 tokens lie in 9 blocks of 16
+    kept = r"2 groups of layers: .* 512 tokens keeps 41 of 64 blocks \(64 %\), and 0 such"
+    assert result_of(path)["identical"] is True
+    assert re.search(kept, capsys.readouterr().out)
+    result_of(path, "--set", "num_blocks=100", "--page", str(tmp_path / "page.html"))
+    assert "keeps 41 of 64 blocks (64 %), and 2 such" in (tmp_path / "page.html").read_text()
+    assert whatif.main([str(path), "--set", "block_size=32"]) == 2
+    assert re.search(
+        "block_size is 32, .* blocks of 16 tokens, .*; leave it as it was", capsys.readouterr().err
+    )
 
 
 def test_what_is_not_exact_is_named(tmp_path: Path, capsys):

@@ -21,13 +21,20 @@ All numbers here are float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import Batch
-from pagedjax.device.models.mixers.mixer import CONV_INPUT, Kept, KeptPages, Mixer, row_of_tokens
+from pagedjax.device.models.mixers.mixer import (
+    CONV_INPUT,
+    Kept,
+    KeptPages,
+    Mixer,
+    MixerCost,
+    row_of_tokens,
+)
 
 RECENT = "recent"  # key, update and decay of a token
 STATE = "state"
@@ -56,7 +63,10 @@ class StateMixer(Mixer):
     """A mixer with a state, behind a convolution of queries, keys and values.
 
     length: of the convolution in tokens. Heads and dims as in `StateSizes`.
+    readers: how many vectors of a token read the state: its query, and by the delta rule its key.
     """
+
+    readers: ClassVar[int] = 1
 
     length: int
     heads: int
@@ -88,6 +98,23 @@ class StateMixer(Mixer):
 
     def window(self, block_size: int) -> int:
         return max(self.length, block_size + 1)
+
+    def cost(self, c: Any, dtype: str, block_size: int) -> MixerCost:
+        """A row reads the state, the tokens of its block, and the inputs of the convolution. A
+        token is read by products with state and block, and is added to the state.
+        """
+        kept = self.kept(c, dtype)
+        token_bytes = {name: x.size * x.dtype.itemsize for name, x in kept.tokens.items()}
+        state = kept.blocks[STATE]
+        state_bytes = state.size * state.dtype.itemsize
+        read = 2 * state.size + 2 * block_size * (self.keys + self.values)
+        return MixerCost(
+            row_bytes=state_bytes
+            + block_size * token_bytes[RECENT]
+            + self.length * token_bytes[CONV_INPUT],
+            entry_bytes=state_bytes,
+            operations=self.readers * read + 2 * state.size + 2 * self.length * self.channels,
+        )
 
 
 class Inputs(NamedTuple):

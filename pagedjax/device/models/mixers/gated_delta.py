@@ -11,7 +11,7 @@ Qwen3.5.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ EPS = 1e-6  # of the lengths of queries and keys
 @dataclass(frozen=True)
 class GatedDelta(StateMixer):
     """Channels: queries, keys and values."""
+
+    readers: ClassVar[int] = 2
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -46,6 +46,18 @@ class Kept(NamedTuple):
     blocks: Mapping[str, jax.ShapeDtypeStruct] = {}
 
 
+class MixerCost(NamedTuple):
+    """What the mixing of tokens costs a step, without products with weights; for simulations.
+
+    row_bytes: read by each row. entry_bytes: written when a sequence enters a block.
+    operations: sums and products of each token.
+    """
+
+    row_bytes: int
+    entry_bytes: int
+    operations: int
+
+
 @dataclass(frozen=True)
 class Mixer:
     """A layer that mixes tokens without attention. Its fields are sizes."""
@@ -69,6 +81,24 @@ class Mixer:
             c: of one device's part of the model, as `sizes`.
         """
         return pages_needed(self.kept(c, dtype), sizes)
+
+    def cost(self, c: DecoderConfig, dtype: str, block_size: int) -> MixerCost:
+        """What mixing costs. Here, a row reads all that it sees, and each of its tokens multiplies
+        and adds each number of that once.
+        """
+        kept = self.kept(c, dtype)
+        seen = self.window(block_size)
+        numbers = seen * sum(_numbers(kept.tokens)) + sum(_numbers(kept.blocks))
+        of_blocks = sum(_bytes(kept.blocks))
+        return MixerCost(seen * sum(_bytes(kept.tokens)) + of_blocks, of_blocks, 2 * numbers)
+
+
+def _numbers(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[int]:
+    return [math.prod(array.shape) for array in arrays.values()]
+
+
+def _bytes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[int]:
+    return [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays.values()]
 
 
 def pages_needed(kept: Kept, sizes: BlockSizes) -> int:

@@ -1,0 +1,285 @@
+"""What a layer costs, by its kind: what it keeps of a token and of a sequence, what a step reads of
+that, and its operations. The products with weights are those of cost.py.
+
+| kind | keeps of each token | a query reads |
+|---|---|---|
+| attention | keys and values | those of all tokens |
+| attention with a window | the same, of the last W tokens | those of the last W tokens |
+| latent attention | one latent for all heads | the latents of all tokens |
+| a mixer | what it declares (device/models/mixers) | what it declares |
+
+Sinks and gates of attention keep nothing, and their operations are not counted. Experts and MLPs
+keep nothing: their weights are in `Shape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from experiments.simulation.cost import Shape, Work
+    from pagedjax.device.models.decoder import DecoderConfig
+    from pagedjax.device.models.mixers.mixer import Mixer
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token has one latent, from
+    which the keys and values of all heads follow, and one rotated key.
+
+    A decode multiplies its queries with the latents themselves ("absorbed"). A longer row makes
+    keys and values of all tokens that it sees.
+
+    rank: numbers of the latent. rotated: numbers of the rotated key.
+    key, value: numbers of a head's key without its rotated part, and of its value.
+    query_rank: numbers of the latent that queries are made of; 0: there is none.
+    """
+
+    rank: int
+    rotated: int
+    key: int
+    value: int
+    query_rank: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a token keeps."""
+        return self.rank + self.rotated
+
+    def expansion(self, heads: int) -> int:
+        """Numbers of the matrices that make keys and values of a latent."""
+        return self.rank * heads * (self.key + self.value)
+
+    def numbers(self, hidden: int, heads: int) -> int:
+        """Numbers of all matrices."""
+        of_queries = heads * (self.key + self.rotated)
+        queries = hidden * of_queries
+        if self.query_rank:
+            queries = self.query_rank * (hidden + of_queries)
+        return queries + hidden * self.kept + self.expansion(heads) + heads * self.value * hidden
+
+
+class Kind(NamedTuple):
+    """Layers of a model that mix tokens in the same way.
+
+    layers: their numbers in the model, ascending.
+    window: their queries see the last `window` tokens; None: all.
+    mixer: what they have in the place of attention.
+    latent: their attention is one of latents.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None = None
+    mixer: Mixer | None = None
+    latent: Latent | None = None
+
+
+def kinds_of(decoder: DecoderConfig) -> tuple[Kind, ...]:
+    """The kinds of a decoder's layers; () if all have attention that sees all tokens."""
+    layers: dict[Any, list[int]] = {}
+    for number, kind in enumerate(decoder.kinds):
+        layers.setdefault((kind.window, kind.mixer), []).append(number)
+    if list(layers) == [(None, None)]:
+        return ()
+    return tuple(
+        [Kind(tuple(numbers), window, mixer) for (window, mixer), numbers in layers.items()]
+    )
+
+
+class Seen(NamedTuple):
+    """What the queries of a step see of their sequences through a window, in tokens; int64 [steps]
+    for several steps that only decode.
+
+    context: keys and values read.
+    pairs: (query, key) pairs.
+    """
+
+    context: int
+    pairs: int
+
+
+def seen(starts: np.ndarray, counts: np.ndarray, window: int) -> Seen:
+    """What rows see that compute `counts` tokens behind the first `starts` ones of their
+    sequences.
+    """
+    ends = starts + counts
+    context = ends - np.maximum(starts - window + 1, 0)
+    pairs = _pairs_up_to(ends, window) - _pairs_up_to(starts, window)
+    return Seen(int(context.sum()), int(pairs.sum()))
+
+
+def _pairs_up_to(tokens: np.ndarray, window: int) -> np.ndarray:
+    """Pairs of the first `tokens` queries of a sequence."""
+    growing = np.minimum(tokens, window)
+    return growing * (growing + 1) // 2 + (tokens - growing) * window
+
+
+def entered_blocks(starts: np.ndarray, counts: np.ndarray, block_size: int) -> int:
+    """How many blocks get their first token from such rows."""
+    return int((-(-(starts + counts) // block_size) + (-starts // block_size)).sum())
+
+
+class LayerCost(NamedTuple):
+    """What the mixing of tokens costs in one layer of a kind, without products with weights.
+    Operations are sums and products.
+
+    layers: how many layers the kind has.
+    window: as in `Kind`.
+    token_bytes: of each token that a row sees, read by the row; a layer keeps as much of it.
+    pair_operations: of each pair of a query and a token that it sees.
+    long_pair_operations: the same in rows of several tokens.
+    expansion: operations of each token that a row of several tokens sees and does not compute.
+    row_bytes: read by each row, however long its sequence is.
+    entry_bytes: written when a sequence enters a block.
+    token_operations: of each token.
+    """
+
+    layers: int
+    window: int | None = None
+    token_bytes: float = 0
+    pair_operations: int = 0
+    long_pair_operations: int = 0
+    expansion: int = 0
+    row_bytes: float = 0
+    entry_bytes: float = 0
+    token_operations: int = 0
+
+    def traffic(self, work: Work, seen: Seen | None) -> Any:
+        """Bytes that a step reads and writes in all layers of the kind. seen: through the window."""
+        context = work.context if seen is None else seen.context
+        of_rows = self.row_bytes * work.sequences + self.entry_bytes * work.entered
+        return self.layers * (self.token_bytes * context + of_rows)
+
+    def operations(self, work: Work, seen: Seen | None) -> Any:
+        """Operations of a step in all layers of the kind."""
+        if seen is not None:
+            of_pairs: Any = self.pair_operations * seen.pairs
+        elif self.long_pair_operations == self.pair_operations:
+            of_pairs = self.pair_operations * work.pairs
+        else:
+            of_pairs = self.pair_operations * work.single_context
+            of_pairs += self.long_pair_operations * (work.pairs - work.single_context)
+            others = work.context - work.single_context - (work.tokens - work.single)
+            of_pairs += self.expansion * np.maximum(others, 0)
+        return self.layers * (of_pairs + self.token_operations * work.tokens)
+
+
+@lru_cache(maxsize=64)
+def layer_costs(shape: Shape, block_size: int, activation_bytes: float) -> tuple[LayerCost, ...]:
+    """The costs of each kind of layers of a shape.
+
+    Args:
+        activation_bytes: of a number that a step computes, which a mixer may keep.
+    """
+    return tuple([_cost(shape, kind, block_size, activation_bytes) for kind in shape.kinds])
+
+
+def _cost(shape: Shape, kind: Kind, block_size: int, activation_bytes: float) -> LayerCost:
+    if kind.mixer is not None:
+        cost = kind.mixer.cost(decoder_of(shape), dtype_of(activation_bytes), block_size)
+        return LayerCost(
+            len(kind.layers),
+            row_bytes=cost.row_bytes,
+            entry_bytes=cost.entry_bytes,
+            token_operations=cost.operations,
+        )
+    if kind.latent is not None:
+        latent = kind.latent
+        return LayerCost(
+            len(kind.layers),
+            token_bytes=shape.kv_bytes * latent.kept,
+            pair_operations=2 * shape.heads * (latent.kept + latent.rank),
+            long_pair_operations=2 * shape.heads * (latent.key + latent.rotated + latent.value),
+            expansion=2 * latent.expansion(shape.heads),
+        )
+    pair_operations = 4 * shape.heads * shape.head_dim
+    return LayerCost(
+        len(kind.layers),
+        window=kind.window,
+        token_bytes=shape.kv_bytes * 2 * shape.kv_heads * shape.head_dim,
+        pair_operations=pair_operations,
+        long_pair_operations=pair_operations,
+    )
+
+
+def dtype_of(activation_bytes: float) -> str:
+    """A dtype of activations of this size."""
+    return "float32" if activation_bytes == 4 else "bfloat16"
+
+
+@lru_cache(maxsize=64)
+def mixing_numbers(shape: Shape) -> int:
+    """Numbers in the matrices of attention and mixers, all layers together. A gate of a query head
+    is one more row for each of its numbers.
+    """
+    heads = (2 + shape.gated_attention) * shape.heads + 2 * shape.kv_heads
+    attention = shape.hidden * shape.head_dim * heads
+    total = 0
+    for kind in shape.kinds or (Kind(tuple(range(shape.layers))),):
+        if kind.mixer is not None:
+            total += len(kind.layers) * _mixer_numbers(kind.mixer, decoder_of(shape))
+        elif kind.latent is not None:
+            total += len(kind.layers) * kind.latent.numbers(shape.hidden, shape.heads)
+        else:
+            total += len(kind.layers) * attention
+    return total
+
+
+def _mixer_numbers(mixer: Mixer, decoder: DecoderConfig) -> int:
+    """Numbers in the matrices of a layer of the mixer, read from its module, without memory."""
+    import jax
+    from flax import nnx
+
+    module = nnx.eval_shape(lambda: mixer.layer(decoder, "float32"))
+    arrays = jax.tree.leaves(nnx.state(module))
+    return sum([array.size for array in arrays if array.ndim > 1])
+
+
+def decoder_of(shape: Shape) -> DecoderConfig:
+    """The decoder of a shape, as far as a shape says it. Its layers with experts come first.
+
+    Raises:
+        ValueError: the shape has latent attention, which the engine's decoder does not have yet.
+    """
+    from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
+
+    places: list[Kind | None] = [None] * shape.layers
+    for kind in shape.kinds:
+        if kind.latent is not None:
+            raise ValueError(
+                "the model has latent attention, whose parts on several devices are not simulated "
+                "yet; use simulate.chips, which share the model without a cost"
+            )
+        for number in kind.layers:
+            places[number] = kind
+    kinds = [
+        LayerKind(
+            window=kind.window if kind else None,
+            mixer=kind.mixer if kind else None,
+            sparse=number < shape.sparse,
+        )
+        for number, kind in enumerate(places)
+    ]
+    experts = None
+    if shape.experts:
+        experts = Experts(shape.experts, shape.chosen, shape.expert, normalised=True)
+    return DecoderConfig(
+        vocab_size=shape.vocabulary,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_len=shape.longest,
+        tied=shape.tied,
+        eps=0.0,
+        kinds=tuple(kinds),
+        ropes=(),
+        gated=shape.gated,
+        attn_gate=shape.gated_attention,
+        experts=experts,
+    )
