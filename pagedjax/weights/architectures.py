@@ -111,6 +111,16 @@ GLM_DEFAULTS = LLAMA_DEFAULTS | {
     "head_dim": 128,
     "num_key_value_heads": 2,
 }
+DEEPSEEK_DEFAULTS = LLAMA_DEFAULTS | {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 0,
+}
+DEEPSEEK_V3_DEFAULTS = DEEPSEEK_DEFAULTS | {"first_k_dense_replace": 3, "rope_interleave": True}
+QUERY_RANK = ("q_lora_rank",)  # null: queries are made of the layer's input
 
 
 def _built_in(
@@ -341,6 +351,9 @@ _BUILT_IN = (
             nullable=("sliding_window",),
         ),
     ),
+    _built_in("deepseek_v2", "deepseek", Architecture(DEEPSEEK_DEFAULTS, nullable=QUERY_RANK)),
+    _built_in("deepseek_v3", "deepseek", Architecture(DEEPSEEK_V3_DEFAULTS, nullable=QUERY_RANK)),
+    _built_in("kimi_k2", "deepseek", Architecture(DEEPSEEK_V3_DEFAULTS, nullable=QUERY_RANK)),
     _built_in("glm", "glm", Architecture(GLM_DEFAULTS)),
     _built_in("glm4", "glm", Architecture(GLM_DEFAULTS)),
     _built_in(

@@ -39,6 +39,7 @@ from pagedjax.device.layers import (
     summed,
 )
 from pagedjax.device.linear import Matrix, linear
+from pagedjax.device.models.latent import Latent, LatentAttention, latent_pages
 from pagedjax.device.models.mixers.mixer import Mixer
 from pagedjax.device.rope import Rope, rotate
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
@@ -100,6 +101,8 @@ class DecoderConfig:
     gated: the MLP is activation(gate) * up, else activation(up).
     qk_norm: queries and keys have a norm, over each head ("head") or over all heads of a token
         ("width", OLMo 2).
+    latent: all heads share a row of latents, which is kept in the place of keys and values. Then
+        there is one key head, and `head_dim` is the size of a row (`Latent.row`).
     attn_gate: each query head has a gate, whose sigmoid multiplies the result of attention (Qiu et
         al. 2025, arXiv 2505.06708). Gates are rows of the product of queries, behind all queries.
     pre_norms: attention and MLP have a norm before them.
@@ -117,7 +120,7 @@ class DecoderConfig:
     family: the `model_type` of a built-in family, whose names of matrices adapters use; None: those
         of a Llama.
     block: the class of the layers, a `Block` of one's own; None is `Block`.
-    attn_scale: factor on q k^T; 0 becomes 1 / sqrt(head_dim).
+    attn_scale: factor on q k^T; 0 becomes 1 / sqrt(D), of queries with D numbers.
     attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
@@ -139,6 +142,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
+    latent: Latent | None = None
     attn_gate: bool = False
     pre_norms: bool = True
     post_norms: bool = False
@@ -159,7 +163,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if not self.attn_scale:
-            object.__setattr__(self, "attn_scale", self.head_dim**-0.5)
+            query_size = self.latent.query if self.latent else self.head_dim
+            object.__setattr__(self, "attn_scale", query_size**-0.5)
         if self.block is not None and not (
             isinstance(self.block, type) and issubclass(self.block, Block)
         ):
@@ -179,8 +184,10 @@ class DecoderConfig:
                 f"post_norms is true and residual_scale is {self.residual_scale}; a result passes "
                 "one of them: leave one out, or give a block with a `post` of its own"
             )
+        if self.latent:
+            self._check_latent(self.latent)
         for rope in self.ropes:
-            rope.check(self.head_dim)
+            rope.check(self.rotated_size)
         for i, kind in enumerate(self.kinds):
             if self.ropes and kind.rope is not None and not 0 <= kind.rope < len(self.ropes):
                 raise ValueError(
@@ -192,9 +199,40 @@ class DecoderConfig:
                     f"kinds[{i}] is sparse, and experts is None; give the layer's experts"
                 )
 
+    def _check_latent(self, latent: Latent) -> None:
+        """Raises ValueError for what latents exclude."""
+        if (self.kv_heads, self.head_dim) != (1, latent.row):
+            raise ValueError(
+                f"latent has rows of {latent.row} numbers, and the model {self.kv_heads} key heads "
+                f"of {self.head_dim}; latents need one key head of that size"
+            )
+        others = {
+            "qkv_bias": self.qkv_bias,
+            "out_bias": self.out_bias,
+            "qk_norm": self.qk_norm,
+            "attn_gate": self.attn_gate,
+            "kinds[...].mixer": any(kind.mixer for kind in self.kinds),
+        }
+        for name, value in others.items():
+            if value:
+                raise ValueError(
+                    f"{name} is {value!r} in a model with latents, which has none of it here; "
+                    "leave it out"
+                )
+
     @property
     def layers(self) -> int:
         return len(self.kinds)
+
+    @property
+    def rotated_size(self) -> int:
+        """Numbers of a head to which a rotation is applied."""
+        return self.latent.rotated if self.latent else self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Numbers of a token that attention gives to the last product of it, of all heads."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
 
     @property
     def query_heads(self) -> int:
@@ -210,16 +248,21 @@ class DecoderConfig:
         """Where the parts of each matrix of a layer end, by the matrix's name (for `LowRank`). An
         end is the part's last output + 1. A matrix that is not joined has one part.
         """
-        ends = self.query_heads, self.query_heads + self.kv_heads
-        qkv = tuple(heads * self.head_dim for heads in ends)
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
         hidden = (self.hidden,)
-        return {
-            "attn.qkv": (*qkv, self.qkv_rows),
-            "attn.out": hidden,
-            "mlp.up": up,
-            "mlp.down": hidden,
-        }
+        return {**self._parts_of_inputs, "attn.out": hidden, "mlp.up": up, "mlp.down": hidden}
+
+    @property
+    def _parts_of_inputs(self) -> dict[str, tuple[int, ...]]:
+        """The parts of the matrices of attention that come before it."""
+        if self.latent is None:
+            ends = self.query_heads, self.query_heads + self.kv_heads
+            return {"attn.qkv": (*[heads * self.head_dim for heads in ends], self.qkv_rows)}
+        queries = self.heads * self.latent.query
+        rank = self.latent.query_rank
+        if rank is None:
+            return {"attn.down": (queries, queries + self.latent.row)}
+        return {"attn.down": (rank, rank + self.latent.row), "attn.q_up": (queries,)}
 
 
 def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
@@ -523,11 +566,13 @@ class Block(nnx.Module):
             c: of one device's part of the model.
             sizes: of keys and values; their heads are those of all devices that share the array.
         """
-        return kv.kv_pages(sizes)
+        return latent_pages(sizes) if c.latent else kv.kv_pages(sizes)
 
     def attention(self, c: DecoderConfig, kind: LayerKind, dtype: str) -> Any:
         """The module that reads and writes the pages."""
-        return kind.mixer.layer(c, dtype) if kind.mixer else Attention(c, kind, dtype)
+        if kind.mixer:
+            return kind.mixer.layer(c, dtype)
+        return LatentAttention(c, kind, dtype) if c.latent else Attention(c, kind, dtype)
 
     def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
         """The module that changes the result [T, H] of the attention or of the MLP before it is
@@ -620,7 +665,7 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List([(c.block or Block)(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
         # `angle_tables`
-        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2)))
+        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.rotated_size // 2)))
         self.head = (
             None
             if c.tied
@@ -800,5 +845,7 @@ def angle_tables(c: DecoderConfig, context: int | None = None) -> np.ndarray:
     `Rope.frequencies`; None: `max_len`.
     """
     context = context or c.max_len
-    tables = [rope.table(c.head_dim, c.max_len, context) for rope in c.ropes]
-    return np.stack(tables) if tables else np.zeros((0, 2, c.max_len, c.head_dim // 2), np.float32)
+    tables = [rope.table(c.rotated_size, c.max_len, context) for rope in c.ropes]
+    if not tables:
+        return np.zeros((0, 2, c.max_len, c.rotated_size // 2), np.float32)
+    return np.stack(tables)
