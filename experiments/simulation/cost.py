@@ -242,6 +242,11 @@ def shape_of(
             f"the model has layers without attention ({type(mixers[0]).__name__}), whose work "
             "simulations do not count yet; simulate a model of attention alone"
         )
+    if decoder.latent:
+        raise ValueError(
+            f"the model keeps latents (rows of {decoder.latent.row} numbers), whose work "
+            "simulations do not count yet; simulate a model with usual attention"
+        )
     shape = Shape(
         layers=decoder.layers,
         hidden=decoder.hidden,
