@@ -59,6 +59,15 @@ NEOX = {
 }
 # of which every range is within the prompts
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+# chunks of more than 6 tokens are expanded; the factor of scores is not 1
+LATENTS = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
@@ -171,6 +180,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
         | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "DeepSeek V2": (
+        "deepseek_v2",
+        BODY
+        | LATENTS
+        | {"q_lora_rank": None, "first_k_dense_replace": 3, "rope_scaling": DEEPSEEK_YARN},
+    ),
+    "DeepSeek V3": (
+        "deepseek_v3",
+        BODY | LATENTS | {"q_lora_rank": 24, "first_k_dense_replace": 3, "rms_norm_eps": 1e-3},
+    ),
     "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
     "SmolLM3, windows": (
         "smollm3",
@@ -226,6 +245,8 @@ ON_A_MESH = (
     "Gemma 3",
     "Mixtral",
     "Qwen3-MoE",
+    "DeepSeek V2",
+    "DeepSeek V3",
     "Phi-4-mini",
     "GPT-NeoX",
     "Granite 3",
@@ -244,6 +265,8 @@ CONVERTED = (
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
+    "DeepSeek V2",
+    "DeepSeek V3",
 )
 IN_16_BITS = (
     "Llama 2",
@@ -256,6 +279,8 @@ IN_16_BITS = (
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
+    "DeepSeek V2",
+    "DeepSeek V3",
 )
 
 
@@ -591,12 +616,13 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4"):
-        # these four have as many key heads as queries, or 32
+    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4", "deepseek_v3", "kimi_k2"):
+        # these have as many key heads as queries, or 32 or 128
         del sizes["num_key_value_heads"]
     if model_type == "granitemoehybrid":
         sizes["num_local_experts"] = 0
-    full = AutoConfig.for_model(model_type, **sizes).to_dict()
+    known = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)  # its config is that of V3
+    full = AutoConfig.for_model(known, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
         # of Llama's and Mistral's classes: computed from their own default sizes
         full.pop("head_dim")

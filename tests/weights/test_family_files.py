@@ -39,6 +39,13 @@ LONGROPE = {
     "short_factor": [1.0] * 6,
     "long_factor": [2.0] * 6,
 }
+LATENTS = {
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": BODY
     | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}
@@ -49,6 +56,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite": BODY | {"residual_multiplier": 0.5, "logits_scaling": 4.0},
     "smollm3": BODY | {"no_rope_layers": [1, 0]},
     "exaone4": BODY | {"sliding_window": 16, "sliding_window_pattern": 2},
+    "deepseek_v2": BODY | LATENTS | {"q_lora_rank": None},
+    "deepseek_v3": BODY | LATENTS | {"q_lora_rank": 24},
 }
 CONFIGS = {name: config | {"model_type": name} for name, config in CONFIGS.items()}
 

@@ -49,6 +49,12 @@ def _decoder(config: dict[str, Any]) -> DecoderConfig:
             f"rope_interleave is false; {config['model_type']} here rotates neighbours, as all "
             "published files do"
         )
+    if config["first_k_dense_replace"] < config["num_hidden_layers"]:
+        raise ValueError(
+            f"first_k_dense_replace is {config['first_k_dense_replace']} of "
+            f"{config['num_hidden_layers']} layers; experts of {config['model_type']} are not "
+            "here yet"
+        )
     latent = _latent(config)
     rope = rotation(config)
     mscale = temperature(rope.entries.get("factor", 1.0), rope.entries.get("mscale_all_dim") or 0)

@@ -188,7 +188,7 @@ class LatentAttention(nnx.Module):
 
     def _absorbed(self, queries: Queries) -> jax.Array:
         """[T, N, L + R] the queries over rows."""
-        key = _product("tne,nel->tnl", queries.key, self._expansion().keys)
+        key = _by_head("nte,nel->ntl", queries.key, self._expansion().keys)
         return jnp.concatenate([key, queries.rotated], axis=-1)
 
     def _output(
@@ -236,7 +236,7 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """[T, N, V] by absorbed queries."""
         y = attend(self._absorbed(queries), pages, pages, *rows, **self._options)
-        return _product("tnl,nvl->tnv", y[..., : self.latent.rank], self._expansion().values)
+        return _by_head("ntl,nvl->ntv", y[..., : self.latent.rank], self._expansion().values)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -251,11 +251,18 @@ class Rows(NamedTuple):
     cu_q_lens: jax.Array | None  # [B + 1]
 
 
-def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum with sums in float32, rounded to the dtype of `a`. Operands keep all of their bits:
-    by default a TPU rounds float32 to bfloat16 first.
+def _by_head(axes: str, x: jax.Array, matrices: jax.Array) -> jax.Array:
+    """[T, N, A] times a matrix of each head -> [T, N, B]. Sums are in float32, and rounded to the
+    dtype of x. Operands keep all of their bits: by default a TPU rounds float32 to bfloat16 first.
+
+    Heads come first, because XLA for a CPU has no product of bfloat16 whose batch is in the middle.
+
+    Args:
+        axes: of the product, with heads (n) first and tokens (t) second.
+        matrices: [N, A, B] or [N, B, A].
     """
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(axes, a, b, precision=exact, preferred_element_type=jnp.float32).astype(
-        a.dtype
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jnp.einsum(
+        axes, x.swapaxes(0, 1), matrices, precision=exact, preferred_element_type=jnp.float32
     )
+    return y.swapaxes(0, 1).astype(x.dtype)
