@@ -171,6 +171,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
         | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        BODY
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    ),
+    "Qwen2-MoE, windows": (
+        "qwen2_moe",
+        BODY
+        | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+        | {"tie_word_embeddings": True},
+    ),
+    "GLM-4.5": (
+        "glm4_moe",
+        BODY
+        | {"head_dim": 16, "n_routed_experts": 12, "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 1.8, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "GLM-4.5 without groups": (
+        "glm4_moe",
+        BODY
+        | {"head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 48, "first_k_dense_replace": 2, "norm_topk_prob": False},
+    ),
     "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
     "SmolLM3, windows": (
         "smollm3",
@@ -226,6 +253,8 @@ ON_A_MESH = (
     "Gemma 3",
     "Mixtral",
     "Qwen3-MoE",
+    "Qwen2-MoE",
+    "GLM-4.5",
     "Phi-4-mini",
     "GPT-NeoX",
     "Granite 3",
@@ -244,6 +273,8 @@ CONVERTED = (
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
+    "Qwen2-MoE",
+    "GLM-4.5",
 )
 IN_16_BITS = (
     "Llama 2",
@@ -256,6 +287,8 @@ IN_16_BITS = (
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
+    "Qwen2-MoE",
+    "GLM-4.5",
 )
 
 
@@ -289,6 +322,9 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # they decide
+                buffer.normal_(0, 0.3)
     folder = tmp_path_factory.mktemp("saved") / request.param
     theirs.save_pretrained(folder)
     write_tokenizer(folder, 320)
@@ -591,8 +627,8 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4"):
-        # these four have as many key heads as queries, or 32
+    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4", "qwen2_moe"):
+        # these five have as many key heads as queries, 16 or 32
         del sizes["num_key_value_heads"]
     if model_type == "granitemoehybrid":
         sizes["num_local_experts"] = 0
