@@ -6,8 +6,9 @@ A model that no built-in family reads has a `Family` of your own (docs/design/mo
 
 from pagedjax.device.layers import Linear
 from pagedjax.device.models import Model
-from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, Experts, LayerKind
+from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, LayerKind
 from pagedjax.device.models.mixers.mixer import Kept, Mixer, MixerLayer, row_of_tokens
+from pagedjax.device.models.mlp import Experts, Groups
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 from pagedjax.device.score import score
@@ -22,6 +23,7 @@ __all__ = [
     "DecoderConfig",
     "Experts",
     "Family",
+    "Groups",
     "Kept",
     "LayerKind",
     "Linear",

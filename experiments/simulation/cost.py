@@ -166,6 +166,7 @@ class Shape(NamedTuple):
     expert: int = 0  # intermediate size of an expert
     # devices that share the experts; each has an equal part of `experts` and of the chosen experts
     dealt: int = 1
+    shared: int = 0  # size of the MLP beside the experts, which all tokens use
 
     def layer_numbers(self, experts: float) -> float:
         """Numbers in the matrices of all layers.
@@ -176,7 +177,7 @@ class Shape(NamedTuple):
         # numbers of an MLP for each intermediate channel
         per_channel = (3 if self.gated else 2) * self.hidden
         router = self.hidden * self.experts
-        mixture = router + experts / self.dealt * per_channel * self.expert
+        mixture = router + per_channel * (experts / self.dealt * self.expert + self.shared)
         return (
             self.layers * attention
             + (self.layers - self.sparse) * per_channel * self.intermediate
@@ -268,6 +269,7 @@ def shape_of(
         experts=decoder.experts.count,
         chosen=decoder.experts.chosen,
         expert=decoder.experts.intermediate,
+        shared=decoder.experts.shared,
     )
 
 
@@ -282,7 +284,8 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         ValueError: the model cannot be split over the mesh.
     """
     from pagedjax.device.models import split  # imports jax, but starts no backend
-    from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
+    from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+    from pagedjax.device.models.mlp import Experts
 
     model = DecoderConfig(
         vocab_size=shape.vocabulary,
@@ -297,7 +300,9 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         kinds=tuple(LayerKind(sparse=i < shape.sparse) for i in range(shape.layers)),
         ropes=(),
         gated=shape.gated,
-        experts=Experts(shape.experts, shape.chosen, shape.expert, normalised=True)
+        experts=Experts(
+            shape.experts, shape.chosen, shape.expert, normalised=True, shared=shape.shared
+        )
         if shape.experts
         else None,
     )
@@ -310,6 +315,7 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         vocabulary=device.vocab_size,
         expert=device.experts.intermediate if device.experts else 0,
         dealt=mesh.expert,
+        shared=device.experts.shared if device.experts else 0,
     )
 
 

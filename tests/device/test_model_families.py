@@ -184,11 +184,55 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         BODY
         | LATENTS
-        | {"q_lora_rank": None, "first_k_dense_replace": 3, "rope_scaling": DEEPSEEK_YARN},
+        | {"q_lora_rank": None, "rope_scaling": DEEPSEEK_YARN, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
+    "DeepSeek V2, groups": (
+        "deepseek_v2",
+        BODY
+        | LATENTS
+        | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4}
+        | {"topk_group": 2, "n_routed_experts": 12, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 24, "routed_scaling_factor": 3.0},
     ),
     "DeepSeek V3": (
         "deepseek_v3",
-        BODY | LATENTS | {"q_lora_rank": 24, "first_k_dense_replace": 3, "rms_norm_eps": 1e-3},
+        BODY
+        | LATENTS
+        | {"q_lora_rank": 24, "first_k_dense_replace": 1, "rms_norm_eps": 1e-3}
+        | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 40, "n_shared_experts": 2},
+    ),
+    "Moonlight, dense": (
+        "deepseek_v3",
+        BODY | LATENTS | {"q_lora_rank": None, "first_k_dense_replace": 3, "qk_nope_head_dim": 24},
+    ),
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        BODY
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    ),
+    "Qwen2-MoE, windows": (
+        "qwen2_moe",
+        BODY
+        | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+        | {"tie_word_embeddings": True},
+    ),
+    "GLM-4.5": (
+        "glm4_moe",
+        BODY
+        | {"head_dim": 16, "n_routed_experts": 12, "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 1.8, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "GLM-4.5 without groups": (
+        "glm4_moe",
+        BODY
+        | {"head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 48, "first_k_dense_replace": 2, "norm_topk_prob": False},
     ),
     "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
     "SmolLM3, windows": (
@@ -247,6 +291,8 @@ ON_A_MESH = (
     "Qwen3-MoE",
     "DeepSeek V2",
     "DeepSeek V3",
+    "Qwen2-MoE",
+    "GLM-4.5",
     "Phi-4-mini",
     "GPT-NeoX",
     "Granite 3",
@@ -267,6 +313,8 @@ CONVERTED = (
     "Granite 4 Hybrid",
     "DeepSeek V2",
     "DeepSeek V3",
+    "Qwen2-MoE",
+    "GLM-4.5",
 )
 IN_16_BITS = (
     "Llama 2",
@@ -281,6 +329,8 @@ IN_16_BITS = (
     "Granite 4 Hybrid",
     "DeepSeek V2",
     "DeepSeek V3",
+    "Qwen2-MoE",
+    "GLM-4.5",
 )
 
 
@@ -314,6 +364,9 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # they decide
+                buffer.normal_(0, 0.3)
     folder = tmp_path_factory.mktemp("saved") / request.param
     theirs.save_pretrained(folder)
     write_tokenizer(folder, 320)
@@ -606,6 +659,10 @@ def test_real_models_have_their_published_size_and_cache(name):
     assert slot - cache.TOKEN_BYTES == cached
 
 
+# whose default number of key heads is that of the query heads, or that of a published model
+AS_MANY_KEYS = ("llama", "qwen2", "qwen3", "exaone4", "qwen2_moe", "deepseek_v3", "kimi_k2")
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     """A config.json of sizes alone, and the same with all that transformers' own class adds to
@@ -616,8 +673,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4", "deepseek_v3", "kimi_k2"):
-        # these have as many key heads as queries, or 32 or 128
+    elif model_type not in AS_MANY_KEYS:
         del sizes["num_key_value_heads"]
     if model_type == "granitemoehybrid":
         sizes["num_local_experts"] = 0

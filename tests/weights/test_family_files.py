@@ -84,7 +84,7 @@ def test_the_rows_of_a_gpt_neox_are_those_of_q_k_and_v_head_after_head(tmp_path)
     per_head = checkpoint.tensors[name].read().reshape(4, 3, 16, 64)  # head, part, row, input
     c = shape_of(CONFIGS["gpt_neox"])
     (entry,) = [x for x in FAMILIES["gpt_neox"].param_table(c) if x.sources == (name,)]
-    ours = assemble(checkpoint.tensors, entry, np.dtype(np.float32)).reshape(3, 4, 16, 64)
+    ours = assemble(checkpoint.tensors, entry, "float32").reshape(3, 4, 16, 64)
     # of the 8 rows that are rotated, 4 are the first of pairs; then 4 of those that are not
     order = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
     for part in (0, 1):
@@ -127,9 +127,7 @@ def test_adapters_are_in_the_order_of_the_files(source, tmp_path):
     for entry in family.param_table(c):
         matrix = ".".join(entry.path[2:-1])
         if matrix in c.parts and entry.path[-1] == "weight":
-            before, after = (
-                assemble(t, entry, np.dtype(np.float32)) for t in (checkpoint.tensors, merged)
-            )
+            before, after = (assemble(t, entry, "float32") for t in (checkpoint.tensors, merged))
             layer = int(entry.path[1])
             added = [
                 parts[Part(layer, matrix, i)][1] @ parts[Part(layer, matrix, i)][0]
@@ -223,11 +221,12 @@ VALUES = {
     "is_causal": False,
 }
 READERS = {
-    "partial_rotary_factor": "qwen3_5_text, phi3, glm, glm4, gpt_neox",
+    "partial_rotary_factor": "qwen3_5_text, phi3, glm, glm4, glm4_moe, gpt_neox",
     "residual_multiplier": "granitemoehybrid, granite",
     "no_rope_layers": "smollm3",
     "attn_logit_softcapping": "gemma2, gemma3_text",
     "use_parallel_residual": "gpt_neox",
+    "routed_scaling_factor": "glm4_moe",
 }
 
 

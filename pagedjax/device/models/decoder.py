@@ -27,7 +27,7 @@ from pagedjax.device import formats
 from pagedjax.device.attention import Attend, probabilities
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
-from pagedjax.device.extras import SampleRows, Selecting, TokenAdapters
+from pagedjax.device.extras import SampleRows, Selecting
 from pagedjax.device.layers import (
     Buffer,
     LayerNorm,
@@ -38,23 +38,17 @@ from pagedjax.device.layers import (
     stored_arrays,
     summed,
 )
-from pagedjax.device.linear import Matrix, linear
+from pagedjax.device.linear import Matrix
 from pagedjax.device.models.latent import Latent, LatentAttention, latent_pages
 from pagedjax.device.models.mixers.mixer import Mixer
+from pagedjax.device.models.mlp import ACTIVATIONS, MLP, Activation, Experts, Routes, SparseMLP
 from pagedjax.device.rope import Rope, rotate
-from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
+from pagedjax.device.row_reductions import rounded
 from pagedjax.device.selection import attend_selected, write
 from pagedjax.options.config import one_of
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-Activation = Literal["silu", "gelu", "gelu_tanh"]
 # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
 Finish = Callable[..., Any]
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 @dataclass(frozen=True)
@@ -72,22 +66,6 @@ class LayerKind:
     rope: int | None = 0
     sparse: bool = False
     mixer: Mixer | None = None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` MLPs of size
-    F.
-
-    normalised: the weights of the chosen experts add up to 1; else the weights of all experts do.
-    devices: each device has `count / devices` experts, in the order of the mesh's axis `expert`.
-    """
-
-    count: int
-    chosen: int
-    intermediate: int
-    normalised: bool
-    devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -291,14 +269,6 @@ def _over_width(norm: nnx.Module, x: jax.Array) -> jax.Array:
     return norm(x.reshape(len(x), -1)).reshape(x.shape) if x.shape[1] else x  # type: ignore[operator]
 
 
-def _rounded(product: jax.Array, largest: float = FLOAT32_MAX) -> jax.Array:
-    """A product of float32 in -largest to largest, as it is. The clipping changes nothing. It keeps
-    the compiler from computing the product and a later sum in one rounding, as it would in some
-    programs and not in others (docs/design/batch-invariance.md).
-    """
-    return jnp.clip(product, -largest, largest)
-
-
 class Scale(nnx.Module):
     """Multiplies the result of attention or MLP before it is added to x."""
 
@@ -307,7 +277,7 @@ class Scale(nnx.Module):
 
     def __call__(self, y: jax.Array) -> jax.Array:
         """[T, H] -> [T, H]."""
-        return _rounded(y.astype(jnp.float32) * self.factor).astype(y.dtype)
+        return rounded(y.astype(jnp.float32) * self.factor).astype(y.dtype)
 
 
 class Attention(nnx.Module):
@@ -410,137 +380,6 @@ class Attention(nnx.Module):
         if c.attn_gate:
             y = (y * jax.nn.sigmoid(gates.astype(jnp.float32))).astype(y.dtype)
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
-
-
-class MLP(nnx.Module):
-    """down(activation(gate) * up) or down(activation(up)); gate and up are one product."""
-
-    def __init__(self, c: DecoderConfig, dtype: str):
-        options = {"bias": c.mlp_bias, "dtype": dtype, "stored": c.stored, "impl": c.linear}
-        self.up = Linear(c.hidden, c.intermediate, gated=c.gated, **options)
-        self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
-        self.activation = c.activation
-        self.gated = c.gated
-        self.up_parts = c.parts["mlp.up"]
-        self.down_parts = c.parts["mlp.down"]
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        norm,
-        residual=None,
-        used: jax.Array | None = None,
-        adapters: TokenAdapters | None = None,
-    ) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H].
-
-        Args:
-            used: [1] how many tokens are not padding; None: all.
-            adapters: of the tokens in this layer.
-        """
-        low_up = adapters.low("mlp.up", self.up_parts) if adapters else None
-        low_down = adapters.low("mlp.down", self.down_parts) if adapters else None
-        if self.gated:
-            y = self.up(x, norm=norm, activation=self.activation, sizes=used, low=low_up)
-        else:  # rounded once, after the activation
-            y = self.up(x, norm=norm, sizes=used, low=low_up, dtype=jnp.float32)
-            y = ACTIVATIONS[self.activation](y).astype(x.dtype)
-        return self.down(y, residual=residual, sizes=used, low=low_down)
-
-
-class Routes(NamedTuple):
-    """The experts of each token, the one with the largest weight first."""
-
-    experts: jax.Array  # [T, chosen] int32
-    weights: jax.Array  # [T, chosen] float32
-
-
-class Router(nnx.Module):
-    """Which experts compute a token. Its weight is always floats."""
-
-    weight: Any
-
-    def __init__(self, c: DecoderConfig, experts: Experts, dtype: str):
-        add_weight(self, "weight", Matrix(experts.count, c.hidden), dtype, None, c.linear)
-        self.experts = experts
-
-    def __call__(self, x: jax.Array, used: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """x [T, H] -> (weights, experts), each [T, chosen]. used: [1] how many tokens are not
-        padding; None: all.
-        """
-        impl = self.weight.implementation
-        if impl.name == "xla":
-            # by default a TPU rounds the factors of a product to bfloat16, which may choose another
-            # expert
-            y = jax.lax.dot_general(
-                x,
-                self.weight[...],
-                (((1,), (1,)), ((), ())),
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            ).astype(x.dtype)
-        else:
-            y = linear(x, self.weight[...], self.weight.matrix, impl=impl, sizes=used)
-        shares = softmax(y.astype(jnp.float32))
-        weights, chosen = jax.lax.top_k(shares, self.experts.chosen)
-        return weights / row_sums(weights)[:, None] if self.experts.normalised else weights, chosen
-
-
-class SparseMLP(nnx.Module):
-    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are read
-    once.
-
-    Where devices have different experts, each device computes the pairs (token, expert) of its own
-    experts.
-    """
-
-    def __init__(self, c: DecoderConfig, dtype: str):
-        assert c.experts is not None
-        e = c.experts
-        self.router = Router(c, e, dtype)
-        count = e.count // e.devices
-        up = Matrix(count * 2 * e.intermediate, c.hidden, gated=True, count=count)
-        down = Matrix(count * c.hidden, e.intermediate, count=count)
-        add_weight(self, "up", up, dtype, c.stored, c.linear)
-        add_weight(self, "down", down, dtype, c.stored, c.linear)
-        self.config = c
-
-    def __call__(
-        self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
-    ) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None:
-        all.
-        """
-        return self.routed(x, norm=norm, residual=residual, used=used)[0]
-
-    def routed(
-        self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
-    ) -> tuple[jax.Array, Routes]:
-        """The same, and the experts of the tokens. The experts of padding mean nothing."""
-        c = self.config
-        x = x if norm is None else norm(x)
-        assert c.experts is not None
-        e = c.experts
-        weights, chosen = self.router(x, used)
-        count = e.count // e.devices  # experts of this device
-        expert = chosen.reshape(-1)  # of each of the T * e.chosen pairs (token, expert)
-        if e.devices > 1:
-            # this device's experts become 0, 1, ..., so their pairs are sorted first
-            expert = (expert - count * jax.lax.axis_index("expert")) % e.count
-        if used is not None:  # padding has no expert
-            expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
-        order = jnp.argsort(expert, stable=True)
-        sizes = (expert[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-        pairs = x[order // e.chosen]
-        pairs = product(self, "up", pairs, activation=c.activation, sizes=sizes)
-        pairs = product(self, "down", pairs, dtype=jnp.float32, sizes=sizes)
-        if e.devices > 1 or used is not None:
-            # pairs of other devices, or of padding, have undefined numbers
-            pairs = jnp.where((expert[order] < count)[:, None], pairs, 0)
-        pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
-        y = summed(weighted_sums(pairs, weights), c.axes)
-        return (y if residual is None else y + residual).astype(x.dtype), Routes(chosen, weights)
 
 
 class Block(nnx.Module):
@@ -807,8 +646,8 @@ class Decoder(nnx.Module):
         y = multiply(hidden, sizes=used, dtype=jnp.float32)
         cap = self.config.logit_cap
         if self.config.logit_scale != 1:
-            y = _rounded(y * self.config.logit_scale)
-        return y if cap is None else _rounded(cap * jnp.tanh(y / cap), cap)
+            y = rounded(y * self.config.logit_scale)
+        return y if cap is None else rounded(cap * jnp.tanh(y / cap), cap)
 
 
 def samples_of(batch: Batch) -> Batch:

@@ -9,15 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.models.deepseek_experts import (
+    corrected_experts,
+    greedy_experts,
+    is_sparse,
+    moe_table,
+)
 from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.llama import (
     NORMS,
     decoder_table,
     dense,
-    mlp_table,
     norm_table,
     rotation,
 )
+from pagedjax.device.models.mlp import Experts
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import pair_order, temperature
 
@@ -49,12 +55,7 @@ def _decoder(config: dict[str, Any]) -> DecoderConfig:
             f"rope_interleave is false; {config['model_type']} here rotates neighbours, as all "
             "published files do"
         )
-    if config["first_k_dense_replace"] < config["num_hidden_layers"]:
-        raise ValueError(
-            f"first_k_dense_replace is {config['first_k_dense_replace']} of "
-            f"{config['num_hidden_layers']} layers; experts of {config['model_type']} are not "
-            "here yet"
-        )
+    kinds = [LayerKind(sparse=is_sparse(config, i)) for i in range(config["num_hidden_layers"])]
     latent = _latent(config)
     rope = rotation(config)
     mscale = temperature(rope.entries.get("factor", 1.0), rope.entries.get("mscale_all_dim") or 0)
@@ -65,8 +66,27 @@ def _decoder(config: dict[str, Any]) -> DecoderConfig:
         latent=latent,
         ropes=(rope,),
         attn_scale=latent.query**-0.5 * mscale**2,
-        kinds=(LayerKind(),) * config["num_hidden_layers"],
+        kinds=tuple(kinds),
+        experts=_experts(config) if any(kind.sparse for kind in kinds) else None,
     )
+
+
+def _experts(config: dict[str, Any]) -> Experts:
+    model_type = config["model_type"]
+    is_greedy = model_type == "deepseek_v2"
+    scores = "softmax" if is_greedy else "sigmoid"
+    if config.get("scoring_func", scores) != scores:
+        raise ValueError(
+            f"scoring_func is {config['scoring_func']!r}; the router of {model_type} has {scores!r}"
+        )
+    if not is_greedy:
+        return corrected_experts(config)
+    if config["norm_topk_prob"]:
+        raise ValueError(
+            "norm_topk_prob is true, which the authors' code and transformers read in two ways in "
+            f"a {model_type}; it must be false, as in published files"
+        )
+    return greedy_experts(config)
 
 
 def _latent(config: dict[str, Any]) -> Latent:
@@ -88,7 +108,7 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     return decoder_table(
         c,
         [
-            attention_table(c, i) + norm_table(c, i, NORMS) + mlp_table(c, i)
+            attention_table(c, i) + norm_table(c, i, NORMS) + moe_table(c, i)
             for i in range(c.layers)
         ],
     )

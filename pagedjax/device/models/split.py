@@ -87,7 +87,10 @@ def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
     experts = c.experts
     if experts:
         experts = replace(
-            experts, intermediate=-(-experts.intermediate // mesh.tensor), devices=mesh.expert
+            experts,
+            intermediate=-(-experts.intermediate // mesh.tensor),
+            shared=-(-experts.shared // n),
+            devices=mesh.expert,
         )
     return replace(
         c,
@@ -150,9 +153,9 @@ def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
         ("vocabulary", c.vocab_size, part.vocab_size * n),
     ]
     if c.experts and part.experts:
-        sizes.append(
-            ("expert width", c.experts.intermediate, part.experts.intermediate * mesh.tensor)
-        )
+        width = part.experts.intermediate * mesh.tensor
+        sizes.append(("expert width", c.experts.intermediate, width))
+        sizes.append(("shared width", c.experts.shared, part.experts.shared * n))
     return phrases + [
         f"{name} padded from {size} to {padded}" for name, size, padded in sizes if padded > size
     ]
@@ -188,9 +191,12 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
     if "attn" in path and owner in ("qkv", "out"):
         return _attention(c, n, owner, path[-1])
     if "mlp" in path and owner != "router":
+        if "shared" in path:
+            assert c.experts is not None
+            return _mlp(c.experts.shared, True, n, owner, path[-1])
         if c.kinds[int(path[1])].sparse:
             return _experts(c, mesh, path[-1])
-        return _mlp(c, n, owner, path[-1])
+        return _mlp(c.intermediate, c.gated, n, owner, path[-1])
     return (WHOLE,)
 
 
@@ -236,12 +242,12 @@ def _latent_attention(
     return (WHOLE,)
 
 
-def _mlp(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, ...]:
+def _mlp(size: int, gated: bool, n: int, owner: str, name: str) -> tuple[Split, ...]:
     """The weight or bias `name` of the layer `owner`, "up" or "down", over n devices."""
-    width = _padded(c.intermediate, n)
+    width = _padded(size, n)
     if owner == "down":
         return (WHOLE, Split(AXES, width)) if name == "weight" else (WHOLE,)
-    return (Split(AXES, _gated(width, c.intermediate, n) if c.gated else width),)
+    return (Split(AXES, _gated(width, size, n) if gated else width),)
 
 
 def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]:
