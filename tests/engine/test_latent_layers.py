@@ -22,6 +22,7 @@ from pagedjax.engine.resolve import resolve
 from pagedjax.host.replay import verify
 from pagedjax.options.config import EngineConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
+from tests.device.test_model_families import REAL
 from tests.engine.runs import answers, greedy, logprobs_of, small_llm
 from tests.engine.test_mixer_layers import (
     BEAMS,
@@ -35,16 +36,6 @@ from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
 
-DEEPSEEK_V2_LITE = {
-    "vocab_size": 102400,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 163840,
-    "q_lora_rank": None,
-    "first_k_dense_replace": 27,
-}
 LATENT = Latent(rank=16, rotated=8, key=4, value=6, query_rank=20)
 SWAPPED = {
     "block_size": 4,
@@ -113,11 +104,13 @@ def test_a_token_costs_one_row_a_layer(loaded):
 
 
 def test_the_plan_of_memory_counts_576_numbers_a_token_and_layer_of_a_deepseek():
-    config = normalised({"model_type": "deepseek_v2", **DEEPSEEK_V2_LITE}, "a test")
-    decoder = FAMILIES["deepseek_v2"].from_hf(config)
+    model_type, settings, _, token_bytes = REAL["DeepSeek-V2-Lite"]
+    config = normalised({"model_type": model_type, **settings}, "a test")
+    decoder = FAMILIES[model_type].from_hf(config)
     model = Model(decoder, None, {}, "bfloat16")  # type: ignore[arg-type]  # shapes alone
-    options = EngineConfig(block_size=16, max_model_len=4096, max_num_seqs=1000)
-    token_bytes = 2 * 27 * 576 + 4
+    options = EngineConfig(block_size=16, max_model_len=1024, max_num_seqs=1000)
+    assert token_bytes == 2 * 27 * 576
+    token_bytes += 4  # its id
     assert geometry(options, model, "bfloat16").block_bytes == 16 * token_bytes
     resolved = resolve(options, model, DeviceMemory("a device", 8 * GIB, 2 * GIB))
     fraction = options.memory_fraction

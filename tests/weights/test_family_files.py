@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pagedjax.device.adapters import Part
+from pagedjax.device.adapters import Part, adapted
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
 from pagedjax.weights.architectures import FAMILIES, NEUTRAL, Architecture, normalised
@@ -40,7 +40,10 @@ LONGROPE = {
     "long_factor": [2.0] * 6,
 }
 LATENTS = {
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 4,
@@ -57,7 +60,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": BODY | {"no_rope_layers": [1, 0]},
     "exaone4": BODY | {"sliding_window": 16, "sliding_window_pattern": 2},
     "deepseek_v2": BODY | LATENTS | {"q_lora_rank": None},
-    "deepseek_v3": BODY | LATENTS | {"q_lora_rank": 24},
+    "deepseek_v3": BODY | LATENTS | {"q_lora_rank": 24, "n_group": 2, "topk_group": 1},
 }
 CONFIGS = {name: config | {"model_type": name} for name, config in CONFIGS.items()}
 
@@ -123,7 +126,7 @@ def test_adapters_are_in_the_order_of_the_files(source, tmp_path):
     adapter = read_adapter(write_adapter(tmp_path / "a", factors, options), c, "a")
     parts = adapter_parts(factors, c, options)
     chex.assert_trees_all_equal(dict(adapter.parts), parts)
-    assert len(parts) == c.layers * sum(len(ends) for ends in c.parts.values())
+    assert len(parts) == sum(len(c.parts[name]) for layer in adapted(c) for name in layer)
     for entry in family.param_table(c):
         matrix = ".".join(entry.path[2:-1])
         if matrix in c.parts and entry.path[-1] == "weight":
