@@ -1,4 +1,6 @@
-"""Latent attention: a layer in pages against its definition in float64, however its tokens are cut."""
+"""Latent attention: a layer in pages, whose tokens are cut in any way, against its definition in
+float64.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from pallas_kernels.paged_attention.expanded import TILE, Expansion, expanded
 pytestmark = pytest.mark.few_optimisations
 
 N = 2
-L = 8
-R = 4
+Z = 8
+J = 4
 E = 6
-V = 5
+U = 5
 S = 16
 SCALE = 0.4
 
@@ -43,25 +43,25 @@ def case_of(rows: list[tuple[int, int, bool]], t: int) -> Case:
 
     width = max(-(-context // S) for _, context, _ in rows)
     tables = rng.permutation(len(rows) * width).reshape(len(rows), width).astype(np.int32) + 1
-    pages = np.full((len(rows) * width + 1, 1, S, L + R), np.nan, np.float32)
+    pages = np.full((len(rows) * width + 1, 1, S, Z + J), np.nan, np.float32)
     for row, (_, context, _) in enumerate(rows):
         place = np.arange(context)
-        pages[tables[row, place // S], 0, place % S] = numbers(context, L + R)
+        pages[tables[row, place // S], 0, place % S] = numbers(context, Z + J)
     return Case(
-        rows, numbers(t, N, E + R), pages, Expansion(numbers(N, E, L), numbers(N, V, L)), tables
+        rows, numbers(t, N, E + J), pages, Expansion(numbers(N, E, Z), numbers(N, U, Z)), tables
     )
 
 
 def defined(case: Case, window: int | None, soft_cap: float | None) -> np.ndarray:
-    """[T, N, V] float64, zeros for rows that are left out."""
-    out = np.zeros((len(case.q), N, V))
+    """[T, N, U] float64, zeros for rows that are left out."""
+    out = np.zeros((len(case.q), N, U))
     start = 0
     for row, (queries, context, is_computed) in enumerate(case.rows):
         place = np.arange(context)
         tokens = case.pages[case.block_tables[row, place // S], 0, place % S].astype(np.float64)
-        keys = np.einsum("cl,nel->nce", tokens[:, :L], case.expansion.keys)
-        keys = np.concatenate([keys, np.repeat(tokens[None, :, L:], N, axis=0)], axis=-1)
-        values = np.einsum("cl,nvl->ncv", tokens[:, :L], case.expansion.values)
+        keys = np.einsum("cz,nez->nce", tokens[:, :Z], case.expansion.keys)
+        keys = np.concatenate([keys, np.repeat(tokens[None, :, Z:], N, axis=0)], axis=-1)
+        values = np.einsum("cz,nuz->ncu", tokens[:, :Z], case.expansion.values)
         for i in range(queries if is_computed else 0):
             scores = SCALE * np.einsum("nd,ncd->nc", case.q[start + i], keys)
             if soft_cap:
@@ -70,7 +70,7 @@ def defined(case: Case, window: int | None, soft_cap: float | None) -> np.ndarra
             seen = (distance >= 0) & (distance < (window or context))
             weights = np.exp(scores - scores[:, seen].max(-1, keepdims=True)) * seen
             weights /= weights.sum(-1, keepdims=True)
-            out[start + i] = np.einsum("nc,ncv->nv", weights, values)
+            out[start + i] = np.einsum("nc,ncu->nu", weights, values)
         start += queries
     return out
 

@@ -229,7 +229,7 @@ READERS = {
     "no_rope_layers": "smollm3",
     "attn_logit_softcapping": "gemma2, gemma3_text",
     "use_parallel_residual": "gpt_neox",
-    "routed_scaling_factor": "glm4_moe",
+    "routed_scaling_factor": "deepseek_v2, deepseek_v3, kimi_k2, glm4_moe",
 }
 
 

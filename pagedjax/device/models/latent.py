@@ -1,17 +1,19 @@
 """Multi-head latent attention (MLA, DeepSeek-AI 2024, arXiv 2405.04434): a layer that keeps one row
-of L + R numbers of a token, for all heads together.
+of Z + J numbers of a token, for all heads together.
 
-    q_nope, q_rope = heads of up(norm(down(x))), or of down(x)       [N, E] and [N, R], q_rope rotated
-    latent = norm(down(x))                                           [L]
-    k_rope = down(x), rotated                                        [R]
-    k_nope, v = heads of kv_up(latent)                               [N, E] and [N, V]
-    y = softmax(scale * (q_nope k_nope + q_rope k_rope)) v
+    latent = norm(down(x))                                          [Z]
+    k_rope = rotated(down(x))                                       [J]
+    k_nope, v = heads of kv_up(latent)                              [N, E] and [N, U]
+    q_nope, q_rope = heads of q_up(norm(down(x))), or of down(x)    [N, E] and [N, J]
+    y = softmax(scale (q_nope k_nope + rotated(q_rope) k_rope)) v   [N, U]
 
-The row is (latent, k_rope). There are two ways to the same numbers:
+`down` is one product with other rows for each use. What is kept is (latent, k_rope). There are two
+ways to the same result:
 
-    absorbed    q_nope kv_up k is a query over latents, so attention has one key head, whose keys are
-                the rows and whose values are their first L numbers; kv_up v follows.
-    expanded    keys and values of the context are made from the rows.
+    absorbed    the keys' part of kv_up becomes a part of the query. So attention has one key head,
+                whose keys are the rows, and whose values are their first Z numbers. The values'
+                part of kv_up follows.
+    expanded    keys and values of the context are made from its rows.
 
 Chunks of at least `Latent.expands_from` tokens are expanded, if the implementation of attention can
 do it (docs/design/latent-layers.md). All other queries are absorbed.
@@ -43,10 +45,10 @@ if TYPE_CHECKING:
 class Latent:
     """The sizes of latent attention.
 
-    rank: numbers of a latent (L, `kv_lora_rank`).
-    rotated: numbers of a query head that are rotated, and of the key that all heads share (R).
+    rank: numbers of a latent (Z, `kv_lora_rank`).
+    rotated: numbers of a query head that are rotated, and of the key that all heads share (J).
     key: numbers of a head's queries and keys that are not rotated (E).
-    value: numbers of a head's values (V).
+    value: numbers of a head's values (U).
     query_rank: numbers from which queries are made; None: they are made of the layer's input.
     eps: of the norms of latents and of these numbers.
     """
@@ -75,18 +77,18 @@ class Latent:
 
     @property
     def expands_from(self) -> int | None:
-        """The fewest query tokens for which it is cheaper to make keys and values of a context token
-        than to read its row; None: there is no such number.
+        """The fewest query tokens for which it is cheaper to make keys and values of a context
+        token than to read its row; None: there is no such number.
 
-        Multiplications of a head for each context token: n (2 L + 2 R) for n absorbed queries, and
-        n (E + R + V) + L (E + V) for n expanded ones.
+        Multiplications of a head for each context token: n (2 Z + 2 J) for n absorbed queries, and
+        n (E + J + U) + Z (E + U) for n expanded ones.
         """
         saved = 2 * self.row - self.query - self.value
         return self.rank * self.up // saved + 1 if saved > 0 else None
 
 
 def latent_pages(sizes: BlockSizes) -> PageShapes:
-    """One array, [1, S, L + R], for a row of each token. It is under the name of keys."""
+    """One array, [1, S, Z + J], for a row of each token. It is under the name of keys."""
     shape = (sizes.kv_heads, sizes.block_size, sizes.head_dim)
     return {"k": jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))}
 
@@ -95,11 +97,11 @@ class Queries(NamedTuple):
     """The queries of T tokens."""
 
     key: jax.Array  # [T, N, E]
-    rotated: jax.Array  # [T, N, R]
+    rotated: jax.Array  # [T, N, J]
 
 
 class LatentAttention(nnx.Module):
-    """`kv_up` [N (E + V), L] is always floats: its heads are used one by one, in both directions."""
+    """`kv_up` [N (E + U), Z] is always floats: heads use it one by one, and in two directions."""
 
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         assert c.latent is not None
@@ -119,7 +121,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
     ):
-        """norm(x) [T, H], angles [rotations, 2, T, R / 2] -> (y + residual [T, H], pages)."""
+        """norm(x) [T, H], angles [rotations, 2, T, J / 2] -> (y + residual [T, H], pages)."""
         query_rows, end = self.config.parts["attn.down"]
         product = self._down(x, norm, (0, end), batch)
         pages = self._written(product[:, query_rows:], pages, batch, angles, attend)
@@ -160,7 +162,7 @@ class LatentAttention(nnx.Module):
     def _written(
         self, product: jax.Array, pages: Pages, batch: Batch, angles, attend: Attend
     ) -> Pages:
-        """The pages with the rows of the tokens. product: [T, L + R] of latents and shared keys."""
+        """The pages with the rows of the tokens. product: [T, Z + J] of latents and shared keys."""
         m = self.latent
         latents = self.kv_norm(product[:, : m.rank])
         keys = self._rotated(product[:, None, m.rank :], angles)
@@ -187,8 +189,8 @@ class LatentAttention(nnx.Module):
         return Expansion(up[:, : self.latent.key], up[:, self.latent.key :])
 
     def _absorbed(self, queries: Queries) -> jax.Array:
-        """[T, N, L + R] the queries over rows."""
-        key = _by_head("nte,nel->ntl", queries.key, self._expansion().keys)
+        """[T, N, Z + J] the queries over rows."""
+        key = _by_head("nte,nez->ntz", queries.key, self._expansion().keys)
         return jnp.concatenate([key, queries.rotated], axis=-1)
 
     def _output(
@@ -201,7 +203,7 @@ class LatentAttention(nnx.Module):
     def _attended(
         self, queries: Queries, pages: jax.Array, batch: Batch, attend: Attend
     ) -> jax.Array:
-        """[T, N, V] the result of attention."""
+        """[T, N, U] the result of attention."""
         rows = Rows(*batch.attention)
         expanded = attention.expanded(attend)
         fewest = self.latent.expands_from
@@ -234,9 +236,9 @@ class LatentAttention(nnx.Module):
     def _read_rows(
         self, queries: Queries, pages: jax.Array, rows: Rows, attend: Attend
     ) -> jax.Array:
-        """[T, N, V] by absorbed queries."""
+        """[T, N, U] by absorbed queries."""
         y = attend(self._absorbed(queries), pages, pages, *rows, **self._options)
-        return _by_head("ntl,nvl->ntv", y[..., : self.latent.rank], self._expansion().values)
+        return _by_head("ntz,nuz->ntu", y[..., : self.latent.rank], self._expansion().values)
 
     @property
     def _options(self) -> dict[str, Any]:
