@@ -57,7 +57,7 @@ def paged_attention(
 
     A span that is before the windows of all queries of an item is not gathered.
     """
-    options = {"window": window, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
     t, n, d = q.shape
     k = k_pages.shape[1]
     q_lens = jnp.diff(cu_q_lens)

@@ -85,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no lookahead": {"block_size": 8, "lookahead": 0},
     "a baseline": {"mixed_steps": False, "max_num_batched_tokens": 32},
     "a draft model": {"block_size": 8, "max_num_batched_tokens": 32},
-    "two devices": {"block_size": 8, "mesh": {"tensor": 2}},
+    "three devices, heads of zeros": {"block_size": 8, "mesh": {"tensor": 3}},
 }
 
 

@@ -130,7 +130,8 @@ class LatentAttention(nnx.Module):
 
     def write(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the rows of x."""
-        product = self._down(x, norm, self.config.parts["attn.down"], batch)
+        first, end = self.config.parts["attn.down"]
+        product = self._down(x, norm, (first, end), batch)
         return self._written(product, pages, batch, angles, attend)
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
