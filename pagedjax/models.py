@@ -7,6 +7,7 @@ A model that no built-in family reads has a `Family` of your own (docs/design/mo
 from pagedjax.device.layers import Linear
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, LayerKind
+from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.mixers.mixer import Kept, Mixer, MixerLayer, row_of_tokens
 from pagedjax.device.models.mlp import Experts, Groups
 from pagedjax.device.models.param_table import ParamSource
@@ -25,6 +26,7 @@ __all__ = [
     "Family",
     "Groups",
     "Kept",
+    "Latent",
     "LayerKind",
     "Linear",
     "Mixer",

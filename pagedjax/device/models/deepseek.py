@@ -28,6 +28,7 @@ from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import pair_order, temperature
 
 SIZES = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
+QUERY_RANK = "q_lora_rank"  # may be null
 
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
@@ -90,16 +91,19 @@ def _experts(config: dict[str, Any]) -> Experts:
 
 
 def _latent(config: dict[str, Any]) -> Latent:
-    for name in SIZES:
+    for name in (*SIZES, QUERY_RANK):
         value = config[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        is_left_out = name == QUERY_RANK and value is None
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not (is_size or is_left_out):
+            or_null = ", or null" if name == QUERY_RANK else ""
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1{or_null}")
     return Latent(
         rank=config["kv_lora_rank"],
         rotated=config["qk_rope_head_dim"],
         key=config["qk_nope_head_dim"],
         value=config["v_head_dim"],
-        query_rank=config["q_lora_rank"],
+        query_rank=config[QUERY_RANK],
     )
 
 
