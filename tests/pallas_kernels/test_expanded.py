@@ -47,9 +47,9 @@ def case_of(rows: list[tuple[int, int, bool]], t: int) -> Case:
     for row, (_, context, _) in enumerate(rows):
         place = np.arange(context)
         pages[tables[row, place // S], 0, place % S] = numbers(context, Z + J)
-    return Case(
-        rows, numbers(t, N, E + J), pages, Expansion(numbers(N, E, Z), numbers(N, U, Z)), tables
-    )
+    keys = jnp.asarray(numbers(N, E, Z))
+    values = jnp.asarray(numbers(N, U, Z))
+    return Case(rows, numbers(t, N, E + J), pages, Expansion(keys, values), tables)
 
 
 def defined(case: Case, window: int | None, soft_cap: float | None) -> np.ndarray:
