@@ -128,7 +128,8 @@ def test_bits_of_8_take_a_quarter(loaded, plain):
     params = greedy(1, logprobs=0, prompt_logprobs=0)
     outputs, others = (engine.generate(prompts(), params) for engine in (llm, plain))
     for output, other, prompt in zip(outputs, others, prompts(), strict=True):
-        assert output.prompt_logprobs and other.prompt_logprobs
+        assert output.prompt_logprobs
+        assert other.prompt_logprobs
         logprobs = chosen(prompt[1:], output.prompt_logprobs[1:])
         errors = np.abs(logprobs - chosen(prompt[1:], other.prompt_logprobs[1:]))
         assert 0 < errors.mean() < 0.2
