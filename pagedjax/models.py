@@ -6,7 +6,8 @@ A model that no built-in family reads has a `Family` of your own (docs/design/mo
 
 from pagedjax.device.layers import Linear
 from pagedjax.device.models import Model
-from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, Experts, LayerKind
+from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, LayerKind
+from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.mixers.mixer import (
     Kept,
     Mixer,
@@ -14,6 +15,7 @@ from pagedjax.device.models.mixers.mixer import (
     MixerLayer,
     row_of_tokens,
 )
+from pagedjax.device.models.mlp import Experts, Groups
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 from pagedjax.device.score import score
@@ -28,7 +30,9 @@ __all__ = [
     "DecoderConfig",
     "Experts",
     "Family",
+    "Groups",
     "Kept",
+    "Latent",
     "LayerKind",
     "Linear",
     "Mixer",

@@ -316,7 +316,16 @@ def shape_of(
 
 
 def shape_of_decoder(decoder: DecoderConfig) -> Shape:
-    """The shape of a decoder of the engine."""
+    """The shape of a decoder of the engine.
+
+    Raises:
+        ValueError: it keeps latents, and its family is not among `model_configs.READERS`.
+    """
+    if decoder.latent:
+        raise ValueError(
+            f"the model keeps latents (rows of {decoder.latent.row} numbers), which simulations "
+            "count for DeepSeek and Kimi alone; simulate one of these"
+        )
     shape = Shape(
         layers=decoder.layers,
         hidden=decoder.hidden,
@@ -338,6 +347,7 @@ def shape_of_decoder(decoder: DecoderConfig) -> Shape:
         experts=decoder.experts.count,
         chosen=decoder.experts.chosen,
         expert=decoder.experts.intermediate,
+        shared=decoder.experts.shared,
     )
 
 

@@ -1,9 +1,9 @@
-"""Public configs of models whose layers are not all alike, by name, and the shapes of families that
-the engine does not run yet.
+"""Public configs of models whose layers are not all alike, by name, and the shapes of families
+whose costs are counted from a few fields.
 
 `CONFIGS` has the fields of each model's config.json (huggingface.co/<repository>) that decide its
-costs. A model whose family the engine has is read by that family. The others are counted here
-(`counted`): experts beside a shared MLP, latent attention, GPT-OSS. Biases, norms, sinks of attention and
+costs. Experts beside a shared MLP, latent attention and GPT-OSS are counted here (`counted`); other
+models are read by the engine's family. Biases, norms, sinks of attention and
 layers that predict several tokens are not counted.
 """
 
@@ -300,6 +300,7 @@ def _granite(config: Config) -> Counted | None:
 READERS: Mapping[str, Callable[[Config], Counted | None]] = {
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
+    "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
     "glm4_moe": _glm4_moe,

@@ -194,5 +194,7 @@ def _places(
 def sizes_of(config: DecoderConfig, name: str, part: int) -> tuple[int, int]:
     """(inputs, outputs) of a part of a matrix."""
     first, last = (0, *config.parts[name])[part : part + 2]
-    inputs = {"attn.out": config.heads * config.head_dim, "mlp.down": config.intermediate}
+    inputs = {"attn.out": config.attended, "mlp.down": config.intermediate}
+    if config.latent and config.latent.query_rank:
+        inputs["attn.q_up"] = config.latent.query_rank
     return inputs.get(name, config.hidden), last - first

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import named_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
+from pallas_kernels.paged_attention.expanded import Expansion as Expansion
 from pallas_kernels.shared.page_bits import BITS, read, stored
 
 BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
@@ -204,6 +206,15 @@ def probabilities(
         )
     arrays = q, k_pages, rows.block_tables, rows.seq_lens
     return attend.impl.probabilities(*arrays, tuple(heads), scale=attend.scale, **options)
+
+
+def expanded(attend: Attend) -> Callable[..., jax.Array] | None:
+    """Returns the function by which an implementation computes long chunks over latents, the
+    contract of `pallas_kernels.paged_attention.expanded`, with its scale; None: it has none.
+    """
+    if not isinstance(attend, Bound) or attend.impl.expanded is None:
+        return None
+    return partial(attend.impl.expanded, scale=attend.scale)
 
 
 def write(

@@ -88,11 +88,17 @@ def of_decoder(model: Model) -> DraftModel:
     different sizes.
 
     Raises:
-        ValueError: it is on a mesh; a drafter has a copy on each device.
+        ValueError: it is on a mesh (a drafter has a copy on each device), or keeps latents.
     """
     if model.placement:
         raise ValueError(
             f"the draft model is on {model.placement}; load it without mesh and devices"
+        )
+    if model.config.latent:
+        raise ValueError(
+            f"the draft model keeps latents (rows of {model.config.latent.row} numbers), and the "
+            "pages of a draft model are keys and values; use one with usual attention, or "
+            "speculative.method='ngram'"
         )
     return DraftModel(
         layers=model.config,

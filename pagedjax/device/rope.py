@@ -168,8 +168,13 @@ def attention_factor(entries: Entries) -> float:
     mscale = entries.get("mscale")
     mscale_all_dim = entries.get("mscale_all_dim")
     if mscale and mscale_all_dim:  # DeepSeek's form
-        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
-    return 0.1 * math.log(factor) + 1
+        return temperature(factor, mscale) / temperature(factor, mscale_all_dim)
+    return temperature(factor)
+
+
+def temperature(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's factor of queries and of keys where positions are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
 def check_scaling(entries: Entries) -> None:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 TERMS = 16  # numbers that one written-out expression combines
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def row_sums(x: jax.Array) -> jax.Array:
@@ -59,6 +61,14 @@ def weighted_sums(x: jax.Array, weights: jax.Array) -> jax.Array:
     for i in range(1, x.shape[1]):
         total = total + x[:, i] * weights[:, i : i + 1]
     return total
+
+
+def rounded(product: jax.Array, largest: float = FLOAT32_MAX) -> jax.Array:
+    """A product of float32 in -largest to largest, as it is. The clipping changes nothing. It keeps
+    the compiler from computing the product and a later sum in one rounding, as it would in some
+    programs and not in others (docs/design/batch-invariance.md).
+    """
+    return jnp.clip(product, -largest, largest)
 
 
 def _written_out(

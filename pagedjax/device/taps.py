@@ -17,7 +17,8 @@ import jax
 if TYPE_CHECKING:
     from pagedjax.device.attention import Attend
     from pagedjax.device.batch import Batch
-    from pagedjax.device.models.decoder import Decoder, Routes, Run
+    from pagedjax.device.models.decoder import Decoder, Run
+    from pagedjax.device.models.mlp import Routes
     from pagedjax.device.sampling import SampledTokens
 
 

@@ -153,8 +153,30 @@ def layers_in_groups(config: EngineConfig, model: Model) -> LayerGroups | None:
     return layer_groups(layers)
 
 
-def check_mixers(config: EngineConfig, model: Model) -> None:
-    """Raises ValueError for options that a model whose layers have mixers cannot have."""
+def check_layers(config: EngineConfig, model: Model) -> None:
+    """Raises ValueError for options that a model with layers of its kinds cannot have."""
+    _check_mixers(config, model)
+    _check_latents(config, model)
+
+
+def _check_latents(config: EngineConfig, model: Model) -> None:
+    latent = model.config.latent
+    if latent is None:
+        return
+    subject = f"the model keeps latents (rows of {latent.row} numbers)"
+    if config.batch_invariant:
+        raise ValueError(
+            f"{subject}, whose results may depend on a chunk's length, and batch_invariant is "
+            "True; set batch_invariant=False"
+        )
+    if isinstance(config.kv_policy, KVPolicyOptions) and kv_policies.find(config.kv_policy).selects:
+        raise ValueError(
+            f"{subject}, of which no blocks are selected yet, and kv_policy is "
+            f"{config.kv_policy.name!r}; use kv_policy='full' or 'streaming'"
+        )
+
+
+def _check_mixers(config: EngineConfig, model: Model) -> None:
     mixers = [kind.mixer for kind in model.config.kinds if kind.mixer]
     if not mixers:
         return

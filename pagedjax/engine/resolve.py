@@ -15,7 +15,7 @@ from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.engine.geometry import (
-    check_mixers,
+    check_layers,
     devices_of,
     geometry,
     layers_in_groups,
@@ -57,7 +57,7 @@ def resolve(
     dtype = model.dtype
     length = config.max_model_len or model.config.max_len
     _check_model(config, model, length)
-    check_mixers(config, model)
+    check_layers(config, model)
     kv_dtype = config.kv_cache_dtype or dtype
     config_with_length = dataclasses.replace(config, max_model_len=length)
     block_bytes = geometry(config_with_length, model, kv_dtype, draft=draft).block_bytes

@@ -38,8 +38,8 @@ class TapArrays:
         attention: by layer, for each output token an array [heads, context] float32: the attention
             weights of the token before it, over all tokens up to that token. The heads are in
             ascending order.
-        experts: by layer, ids [tokens, chosen] int32, the expert with the largest weight first, and
-            weights [tokens, chosen] float32.
+        experts: by layer, ids [tokens, chosen] int32, in the order in which the router prefers
+            them, and weights [tokens, chosen] float32.
     """
 
     hidden_states: dict[int, np.ndarray]

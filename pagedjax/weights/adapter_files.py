@@ -427,8 +427,8 @@ def write_adapter(
         **options,
     }
     if to == "safetensors":
-        group = Group({name: x.shape for name, x in tensors.items()}, tensors.values)
-        write_file(path / TENSORS, [group], "float32")
+        group = Group({name: x.shape for name, x in tensors.items()}, tensors.values, "float32")
+        write_file(path / TENSORS, [group])
     else:
         from pagedjax.weights import orbax_checkpoint
 

@@ -70,7 +70,8 @@ class Family(NamedTuple):
     from_hf: config.json's keys, with the architecture's defaults -> the shape of the decoder.
     param_table: which tensors make which parameter.
     architecture: facts about config.json and the names of tensors.
-    ignored: patterns of tensors that are not parameters ("*" matches anything).
+    ignored: patterns of tensors that are not parameters: "*" matches anything, and "{layers}" is
+        the number of layers.
     """
 
     model_type: str
@@ -104,6 +105,11 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 OLMO_DEFAULTS = LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5}
+QWEN_MOE_DEFAULTS = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+}
 GLM_DEFAULTS = LLAMA_DEFAULTS | {
     "rms_norm_eps": 1.5625e-7,
     "attention_bias": True,
@@ -111,6 +117,38 @@ GLM_DEFAULTS = LLAMA_DEFAULTS | {
     "head_dim": 128,
     "num_key_value_heads": 2,
 }
+DEEPSEEK_DEFAULTS = LLAMA_DEFAULTS | {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_group": None,
+    "topk_group": None,
+}
+DEEPSEEK_V2_DEFAULTS = DEEPSEEK_DEFAULTS | {
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
+DEEPSEEK_V3_DEFAULTS = DEEPSEEK_DEFAULTS | {
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_interleave": True,
+}
+QUERY_RANK = ("q_lora_rank",)  # null: queries are made of the layer's input
+MORE_LAYERS = ("model.layers.{layers}.*",)  # a layer that predicts several tokens
 
 
 def _built_in(
@@ -176,20 +214,24 @@ _BUILT_IN = (
         Architecture(
             LLAMA_DEFAULTS
             | QWEN_DEFAULTS
-            | {
-                "max_window_layers": 0,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-                "num_key_value_heads": 4,
-            }
-            | {
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-                "norm_topk_prob": False,
-            },
+            | QWEN_MOE_DEFAULTS
+            | {"max_window_layers": 0, "num_key_value_heads": 4}
+            | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
             nullable=("sliding_window",),
             renamed={"num_local_experts": "num_experts"},
+        ),
+    ),
+    _built_in(
+        "qwen2_moe",
+        "llama",
+        Architecture(
+            LLAMA_DEFAULTS
+            | QWEN_DEFAULTS
+            | QWEN_MOE_DEFAULTS
+            | {"num_key_value_heads": 16, "qkv_bias": True}
+            | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+            | {"shared_expert_intermediate_size": 5632},
+            nullable=("sliding_window",),
         ),
     ),
     _built_in(
@@ -341,8 +383,31 @@ _BUILT_IN = (
             nullable=("sliding_window",),
         ),
     ),
+    _built_in("deepseek_v2", "deepseek", Architecture(DEEPSEEK_V2_DEFAULTS, nullable=QUERY_RANK)),
+    *[
+        _built_in(
+            name,
+            "deepseek",
+            Architecture(DEEPSEEK_V3_DEFAULTS, nullable=QUERY_RANK),
+            ignored=MORE_LAYERS,
+        )
+        for name in ("deepseek_v3", "kimi_k2")
+    ],
     _built_in("glm", "glm", Architecture(GLM_DEFAULTS)),
     _built_in("glm4", "glm", Architecture(GLM_DEFAULTS)),
+    _built_in(
+        "glm4_moe",
+        "glm_moe",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "num_key_value_heads": 8}
+            | {"use_qk_norm": False, "first_k_dense_replace": 1}
+            | {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
+            | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+            | {"norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        ),
+        ignored=MORE_LAYERS,
+    ),
     _built_in(
         "gpt_neox",
         "gpt_neox",
@@ -460,6 +525,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (),
     "num_kv_shared_layers": (0,),
     "swiglu_limit": (),
+    "routed_scaling_factor": (1, 1.0),
     "use_bidirectional_attention": (False,),
     "is_causal": (True,),
 }

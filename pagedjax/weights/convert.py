@@ -26,11 +26,10 @@ from pagedjax.device.models.param_table import ParamSource
 from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.families import family_of, own_family
-from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.load import OWN_BUFFERS, assemble, check_table, own_table, restore_params
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.safetensors_file import Group, write_shards
-from pagedjax.weights.tree import nested
+from pagedjax.weights.tree import dtype_of, nested
 
 Format = Literal["orbax", "safetensors"]
 SHARD_BYTES = 5_000_000_000
@@ -114,8 +113,10 @@ def convert(
             }
             orbax_checkpoint.write(folder / orbax_checkpoint.PARAMS, nested(values))
         else:
-            groups = [group(entry, rows_of(entry, config), read_and_count) for entry in table]
-            write_shards(folder, groups, dtype, shard_bytes)
+            groups = [
+                group(entry, rows_of(entry, config), read_and_count, dtype) for entry in table
+            ]
+            write_shards(folder, groups, shard_bytes)
     return target
 
 
@@ -150,12 +151,13 @@ def stored_names(checkpoint: Checkpoint, entry: ParamSource) -> tuple[str, ...]:
 
 
 def stored_dtype(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> DType:
-    """The dtype of all parameters; float32 if they have several dtypes, or a dtype that models here
-    cannot have.
+    """The dtype of all parameters that are not always float32; float32 if they have several dtypes,
+    or a dtype that models here cannot have.
     """
     dtypes = {
         checkpoint.tensors[name].dtype.name
         for entry in table
+        if dtype_of(entry.path, "") == ""
         for name in stored_names(checkpoint, entry)
     }
     for dtype in get_args(DType):
@@ -179,7 +181,7 @@ def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> 
     once.
     """
     if checkpoint.format != "orbax":
-        return lambda entry: assemble(checkpoint.tensors, entry, np_dtype(dtype))
+        return lambda entry: assemble(checkpoint.tensors, entry, dtype)
     params = restore_params(
         checkpoint, table, dtype, sharding=jax.sharding.SingleDeviceSharding(host())
     )
@@ -219,11 +221,12 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
     return (total // count,) * count
 
 
-def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
+def group(entry: ParamSource, rows: Sequence[int], read: Read, dtype: str) -> Group:
     """The reverse of `load.assemble`: the tensors that a parameter is made of.
 
     Args:
         rows: the number of rows of each tensor.
+        dtype: of the model.
     """
     _, *other_sizes = entry.shape[::-1] if entry.transpose else entry.shape
     shapes = {name: (count, *other_sizes) for name, count in zip(entry.sources, rows, strict=True)}
@@ -237,7 +240,7 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
             joined[np.asarray(entry.order)] = ordered
         return np.split(joined, np.cumsum(rows)[:-1])
 
-    return Group(shapes, parts)
+    return Group(shapes, parts, dtype_of(entry.path, dtype))
 
 
 # --- other files ----------------------------------------------------------------------------------
@@ -253,7 +256,8 @@ def check_shared(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: rope_scaling is {scaling!r}, factors from a GGUF file; {remedy}"
         )
     attention_bias = config.get("attention_bias")  # of q, k, v and the output
-    if config.get("qkv_bias", attention_bias) != attention_bias:
+    has_own_key = "qkv_bias" in family_of(checkpoint).architecture.defaults
+    if not has_own_key and config.get("qkv_bias", attention_bias) != attention_bias:
         raise ValueError(
             f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; "
             f"{remedy}"

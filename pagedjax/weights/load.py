@@ -18,7 +18,7 @@ from pagedjax.device.models.param_table import ParamSource
 from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 from pagedjax.weights.huggingface import np_dtype
-from pagedjax.weights.tree import is_float, named, nested
+from pagedjax.weights.tree import dtype_of, is_float, named, nested
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -60,8 +60,7 @@ def load_params(
     Args:
         stored: the name of a format (device/formats) in which matrices are packed, from the values
             of the checkpoint. Matrices of an Orbax checkpoint are restored in `dtype` first.
-        ignore: name patterns ("*" matches anything) of tensors that are allowed but not in the
-            table.
+        ignore: patterns of tensors that are allowed but not in the table, as `Family.ignored`.
         placement: where the parameters go on a mesh. Each device gets its part of a parameter
             directly.
         pack: brings a parameter into the layout of the model's products.
@@ -134,7 +133,7 @@ def _host_values(
         # The values of an Orbax checkpoint are rounded to `dtype` before they are packed, on a mesh
         # as on one device.
         dtype = "float32"
-    values = {".".join(entry.path): assemble(checkpoint.tensors, entry, np_dtype(dtype))}
+    values = {".".join(entry.path): assemble(checkpoint.tensors, entry, dtype)}
     return values | dict(packed_matrices(stored, values))
 
 
@@ -160,9 +159,10 @@ def own_table(table: Sequence[ParamSource]) -> tuple[ParamSource, ...]:
     )
 
 
-def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype) -> np.ndarray:
-    """The parameter on the host: [*entry.shape] of `dtype`."""
-    parts = [tensors[name].read().astype(dtype, copy=False) for name in entry.sources]
+def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: str) -> np.ndarray:
+    """The parameter on the host: [*entry.shape], of a model of `dtype`."""
+    own_dtype = np_dtype(dtype_of(entry.path, dtype))
+    parts = [tensors[name].read().astype(own_dtype, copy=False) for name in entry.sources]
     value = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if entry.order:
         value = value[np.asarray(entry.order)]
@@ -177,7 +177,8 @@ def check_table(
     """
     problems = [problem for entry in table for problem in _problems(checkpoint.tensors, entry)]
     sources = {name for entry in table for name in entry.sources}
-    allowed = [*BUFFERS, *ignore]
+    layers = str(checkpoint.config.get("num_hidden_layers"))
+    allowed = [*BUFFERS, *[pattern.replace("{layers}", layers) for pattern in ignore]]
     if checkpoint.config.get("tie_word_embeddings"):
         allowed.append("lm_head.weight")
     for name, tensor in checkpoint.tensors.items():

@@ -27,7 +27,7 @@ import numpy as np
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 from pagedjax.weights.huggingface import np_dtype, read_json
-from pagedjax.weights.tree import name_of, nested
+from pagedjax.weights.tree import dtype_of, name_of, nested
 
 if TYPE_CHECKING:
     import jax
@@ -154,7 +154,9 @@ def restore(
         sharding = jax.device_put(np.zeros(())).sharding
     place = sharding if callable(sharding) else lambda name, shape: sharding
     specs = {
-        name: jax.ShapeDtypeStruct(shape, np_dtype(dtype), sharding=place(name, shape))
+        name: jax.ShapeDtypeStruct(
+            shape, np_dtype(dtype_of(name.split("."), dtype)), sharding=place(name, shape)
+        )
         for name, shape in shapes.items()
     }
     return nested(_restore_or_report(checkpoint.path / PARAMS, specs))

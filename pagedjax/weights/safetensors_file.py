@@ -23,47 +23,49 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 
 class Group(NamedTuple):
-    """Tensors that are read together: their names and shapes, and a function that reads them in
-    this order.
+    """Tensors that are read together: their names and shapes, a function that reads them in this
+    order, and their dtype.
     """
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[], Iterable[np.ndarray]]
+    dtype: str
 
-    def size(self, dtype: str) -> int:
+    @property
+    def size(self) -> int:
         """Bytes of data."""
-        return sum(map(prod, self.shapes.values())) * np_dtype(dtype).itemsize
+        return sum(map(prod, self.shapes.values())) * np_dtype(self.dtype).itemsize
 
 
-def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) -> list[Path]:
+def write_shards(folder: Path, groups: Sequence[Group], limit: int) -> list[Path]:
     """Write model.safetensors, or numbered files of at most `limit` bytes of data and their index;
     returns the files.
 
     A group stays together; a group of more than `limit` bytes has its own file.
     """
-    shards = shards_of(groups, dtype, limit)
+    shards = shards_of(groups, limit)
     if len(shards) == 1:
-        return [write_file(folder / "model.safetensors", shards[0], dtype)]
+        return [write_file(folder / "model.safetensors", shards[0])]
     files = []
     weight_map = {}
     for i, shard in enumerate(shards, start=1):
         file = folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        files.append(write_file(file, shard, dtype))
+        files.append(write_file(file, shard))
         weight_map |= {name: file.name for group in shard for name in group.shapes}
     index = {
-        "metadata": {"total_size": sum(group.size(dtype) for group in groups)},
+        "metadata": {"total_size": sum(group.size for group in groups)},
         "weight_map": weight_map,
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return files
 
 
-def shards_of(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]]:
+def shards_of(groups: Iterable[Group], limit: int) -> list[list[Group]]:
     """The groups of each file, in order; each file is as full as `limit` allows."""
     shards = [[]]
     shard_size = 0
     for group in groups:
-        group_size = group.size(dtype)
+        group_size = group.size
         if shards[-1] and shard_size + group_size > limit:
             shards.append([])
             shard_size = 0
@@ -72,7 +74,7 @@ def shards_of(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Grou
     return shards
 
 
-def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
+def write_file(path: Path, groups: Sequence[Group]) -> Path:
     """Write one file. Needs memory for one group. "format" is "pt", as programs that use torch
     expect.
     """
@@ -80,9 +82,9 @@ def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
     start = 0
     for group in groups:
         for name, shape in group.shapes.items():
-            end = start + prod(shape) * np_dtype(dtype).itemsize
+            end = start + prod(shape) * np_dtype(group.dtype).itemsize
             header[name] = {
-                "dtype": CODES[dtype],
+                "dtype": CODES[group.dtype],
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
@@ -93,6 +95,6 @@ def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for group in groups:
             for (name, shape), values in zip(group.shapes.items(), group.read(), strict=True):
-                assert (values.shape, values.dtype) == (shape, np_dtype(dtype)), name
+                assert (values.shape, values.dtype) == (shape, np_dtype(group.dtype)), name
                 file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return path

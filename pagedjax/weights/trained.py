@@ -18,7 +18,15 @@ from pagedjax.device.models.split import AXES
 from pagedjax.device.placement import make_placement
 from pagedjax.options.config import DType, EngineConfig, MeshConfig, one_of
 from pagedjax.weights.huggingface import np_dtype
-from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested
+from pagedjax.weights.tree import (
+    buffers,
+    differences,
+    dtype_of,
+    is_float,
+    name_of,
+    named,
+    nested,
+)
 
 
 def model_of(
@@ -51,7 +59,8 @@ def model_of(
     config = replace(config, linear=linear_of(linear_impl, config, dtype))
 
     def copy_of(name: str, x: Any) -> jax.Array:
-        array_dtype = x.dtype if name in packed_arrays else np_dtype(dtype)
+        own_dtype = np_dtype(dtype_of(name.split("."), dtype))
+        array_dtype = x.dtype if name in packed_arrays else own_dtype
         return _copy_of(config, name, x, array_dtype, place)
 
     return assemble(config, nested({name: copy_of(name, x) for name, x in params.items()}), dtype)
@@ -210,7 +219,8 @@ def _copy_of(
 
 
 def _common_dtype(params: Mapping[str, Any]) -> str:
-    names = sorted({np.dtype(x.dtype).name for x in params.values()})
+    arrays = [x for name, x in params.items() if dtype_of(name.split("."), "") == ""]
+    names = sorted({np.dtype(x.dtype).name for x in arrays})
     if len(names) > 1 or names[0] not in get_args(DType):
         raise ValueError(
             f"the parameters are of {' and '.join(names)}; set the dtype of the model: "

@@ -4,7 +4,7 @@ two trees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,13 @@ def _key_text(key: Any) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
+
+
+def dtype_of(path: Sequence[str], dtype: str) -> str:
+    """The dtype of a parameter in a model of `dtype`. The corrections of a router are never
+    rounded: they grow in training, and only their small differences matter.
+    """
+    return "float32" if path[-1] == "correction" else dtype
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.cpu import implementation as cpu
+from pallas_kernels.paged_attention.expanded import expanded
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
@@ -19,6 +20,8 @@ IMPLS: dict[str, Implementation] = {
     module.IMPLEMENTATION.name: module.IMPLEMENTATION._replace(probabilities=probabilities)
     for module in MODULES
 }
+for name in ("xla", "cpu"):  # those that read rows of any size
+    IMPLS[name] = IMPLS[name]._replace(expanded=expanded)
 
 
 # traced once for all layers that call it

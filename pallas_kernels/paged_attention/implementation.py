@@ -58,6 +58,8 @@ class Implementation(NamedTuple):
     probabilities: returns the weights of the values for some heads of single queries, the contract
         of `probabilities.probabilities`; None: it has no such function. All implementations in
         `api.IMPLS` have the same function.
+    expanded: computes long chunks over pages of latents, the contract of `expanded.expanded`; None:
+        `attend` computes them too.
     """
 
     name: str
@@ -72,3 +74,4 @@ class Implementation(NamedTuple):
     decodes_alone: bool = False
     pages: Callable[..., jax.Array] | None = None
     probabilities: Callable[..., jax.Array] | None = None
+    expanded: Callable[..., jax.Array] | None = None

@@ -22,7 +22,8 @@ queries on the left, 257 with keys stored [D, S].
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def paged_attention(
 
     A span that is before the windows of all queries of an item is not gathered.
     """
-    options = {"window": window, "soft_cap": soft_cap}
+    options: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
     t, n, d = q.shape
     k = k_pages.shape[1]
     q_lens = jnp.diff(cu_q_lens)
@@ -74,9 +75,13 @@ def paged_attention(
         return out.reshape(t, n, d).astype(q.dtype)
 
     chunk_lens = jnp.where(q_lens > 1, q_lens, 0)
-    out = _chunks(
-        queries, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, chunk_lens, **options
-    )
+
+    def keys_and_values(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys, values = (tile_of(pages, ids, q.dtype)[0] for pages in (k_pages, v_pages))
+        return keys, values
+
+    spans = Spans(keys_and_values, k_pages.shape[2], d)
+    out = chunks(queries, spans, block_tables, seq_lens, cu_q_lens, chunk_lens, **options)
 
     single = q_lens == 1
     first = jnp.minimum(cu_q_lens[:-1], t - 1)
@@ -123,9 +128,9 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
         item_rows = row[i]  # [group]
         ends = context_ends[i]
         # [group, K, span, D]
-        keys = _tile(k_pages, pages[i], q.dtype)
-        values = _tile(v_pages, pages[i], q.dtype)
-        scores = _product("xkcd,xkgd->xkcg", keys, q[item_rows])
+        keys = tile_of(k_pages, pages[i], q.dtype)
+        values = tile_of(v_pages, pages[i], q.dtype)
+        scores = product("xkcd,xkgd->xkcg", keys, q[item_rows])
         scores = _with_soft_cap(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
         real = (jnp.arange(span) < ends[:, None]) & (jnp.arange(span) >= window_begins[i][:, None])
         scores = jnp.where(real[:, None, None], scores, NEG)
@@ -133,7 +138,7 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
         values = jnp.where(real[:, None, :, None], values, 0)
         item_top = scores.max(-1)  # [group, K, G]
         weights = jnp.exp(scores - item_top[..., None])
-        item_acc = _product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
+        item_acc = product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
 
         # Items of one row may be in one group. A one-hot product adds them up without a scatter.
         owns = (item_rows[:, None] == jnp.arange(b)) & (ends[:, None] > 0)  # [group, B]
@@ -143,9 +148,9 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
         one_hot = owns.astype(jnp.float32)
         decay = jnp.exp(top - new_top)
         norm = norm * decay
-        norm = norm + _product("xb,xkg->bkg", one_hot, weights.sum(-1) * item_decay)
+        norm = norm + product("xb,xkg->bkg", one_hot, weights.sum(-1) * item_decay)
         acc = acc * decay[..., None]
-        acc = acc + _product("xb,xkgd->bkgd", one_hot, item_acc * item_decay[..., None])
+        acc = acc + product("xb,xkgd->bkgd", one_hot, item_acc * item_decay[..., None])
         return i + 1, new_top, norm, acc
 
     start = (0, jnp.full((b, k, g), NEG), jnp.zeros((b, k, g)), jnp.zeros((b, k, g, d)))
@@ -153,17 +158,35 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
     return acc / jnp.maximum(norm, 1e-30)[..., None]
 
 
-def _chunks(
-    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, window, soft_cap
-) -> jax.Array:
-    """Computes the attention of q [T, K, G, D]; rows with q_lens 0 are skipped.
+class Spans(NamedTuple):
+    """How a chunk reads spans of its context.
 
-    Returns [T, K, G, D] float32, zeros where no tile wrote.
+    read: [1, n] ids of pages -> keys [K, n S, D] and values [K, n S, V].
+    block_size: token slots of a page (S).
+    value_size: numbers of a value (V).
+    """
+
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    block_size: int
+    value_size: int
+
+
+def chunks(
+    q, spans: Spans, block_tables, seq_lens, cu_q_lens, q_lens, *, window, soft_cap, tile=TILE
+) -> jax.Array:
+    """Computes the attention of q [T, K, G, D], multiplied by `scale`; rows with q_lens 0 are
+    skipped.
+
+    Args:
+        tile: most query tokens that walk over the context together.
+
+    Returns:
+        [T, K, G, V] float32, zeros where no tile wrote.
     """
     t, k, g, d = q.shape
     b = len(seq_lens)
-    s = k_pages.shape[2]
-    tile = min(TILE, t)
+    s = spans.block_size
+    tile = min(tile, t)
     span_pages = max(1, 2 * SPAN // s)
     span = span_pages * s
     tables = _spans(block_tables, span_pages)
@@ -191,12 +214,12 @@ def _chunks(
         end = position[0] + num_queries
 
         # The state: j, the next span. For each query (query head, token of the tile), over the
-        # spans so far: top [K, G tile], norm [K, G tile] and acc [K, G tile, D], as in `_decodes`.
+        # spans so far: top [K, G tile], norm [K, G tile] and acc [K, G tile, V], as in `_decodes`.
         def walk(state):
             j = state[0]
             page = tables[r, j][None]
-            keys, values = (_tile(x, page, q.dtype)[0] for x in (k_pages, v_pages))  # [K, span, D]
-            scores = _product("kqd,kcd->kqc", queries, keys)
+            keys, values = spans.read(page)
+            scores = product("kqd,kcd->kqc", queries, keys)
             key_position = j * span + jnp.arange(span)
             visible = key_position <= position[:, None]
             if window is not None:
@@ -212,20 +235,20 @@ def _chunks(
             begin // span,
             jnp.full((k, rows), NEG),
             jnp.zeros((k, rows)),
-            jnp.zeros((k, rows, d)),
+            jnp.zeros((k, rows, spans.value_size)),
         )
         # Without a window the first span holds token 0, which every query sees, so `top` is a real
         # score from then on. With a window, a query may see no token of the first spans. What it
         # sums up there is multiplied by exp(NEG - score) = 0 at its first real score.
         _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < end, walk, state)
         result = acc / jnp.maximum(norm, 1e-30)[..., None]
-        result = result.reshape(k, g, tile, d).transpose(2, 0, 1, 3)
+        result = result.reshape(k, g, tile, -1).transpose(2, 0, 1, 3)
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
         is_query = (jnp.arange(tile) < num_queries)[:, None, None, None]
         result = jnp.where(is_query, result, old)
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, 0)
 
-    out = jnp.zeros((t + tile, k, g, d), jnp.float32)
+    out = jnp.zeros((t + tile, k, g, spans.value_size), jnp.float32)
     return jax.lax.fori_loop(0, total, attend_tile, out)[:t]
 
 
@@ -234,19 +257,19 @@ def _with_span(state: Any, scores: jax.Array, values: jax.Array) -> tuple[Any, .
 
     Args:
         state: (j, top, norm, acc): the number of the span; [K, Q] the largest score; [K, Q] the sum
-            of exp(score - top); [K, Q, D] the sum of the values, weighted by exp(score - top).
+            of exp(score - top); [K, Q, V] the sum of the values, weighted by exp(score - top).
         scores: [K, Q, span], NEG for what a query does not see.
-        values: [K, span, D].
+        values: [K, span, V].
     """
     j, top, norm, acc = state
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.exp(scores - new_top[..., None])
     decay = jnp.exp(top - new_top)
-    part = _product("kqc,kcd->kqd", weights.astype(values.dtype), values)
+    part = product("kqc,kcd->kqd", weights.astype(values.dtype), values)
     return j + 1, new_top, norm * decay + weights.sum(-1), acc * decay[..., None] + part
 
 
-def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns an einsum with sums in float32, exact for the bits of its operands.
 
     By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Operands of
@@ -285,7 +308,7 @@ def _spans(block_tables: jax.Array, pages: int) -> jax.Array:
     return jnp.pad(block_tables, ((0, 0), (0, -m % pages))).reshape(b, -1, pages)
 
 
-def _tile(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def tile_of(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Gathers pages [P, K, S, D] to [X, K, n * S, D] of a dtype. ids: [X, n] of the pages.
 
     Tables hold valid ids, so there is no check of bounds.

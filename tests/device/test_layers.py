@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from pagedjax.device.layers import LayerNorm, Linear, RMSNorm
-from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, SparseMLP
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.models.mlp import Experts, SparseMLP
 from pagedjax.device.rope import rotate
 from tests.refusals import refused
 

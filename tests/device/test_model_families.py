@@ -16,7 +16,7 @@ from flax import nnx
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import cache
 from pagedjax.device.models import Decoder, for_context
-from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.models.decoder import Block, DecoderConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
 from tests.device.test_llama import CHUNKED, PROMPTS, all_logits, chosen
@@ -59,6 +59,15 @@ NEOX = {
 }
 # of which every range is within the prompts
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+# chunks of more than 6 tokens are expanded; the factor of scores is not 1
+LATENTS = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
@@ -171,6 +180,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
         | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "DeepSeek V2": (
+        "deepseek_v2",
+        BODY
+        | LATENTS
+        | {"q_lora_rank": None, "rope_scaling": DEEPSEEK_YARN, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
+    "DeepSeek V2, groups": (
+        "deepseek_v2",
+        BODY
+        | LATENTS
+        | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4}
+        | {"topk_group": 2, "n_routed_experts": 12, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 24, "routed_scaling_factor": 3.0},
+    ),
+    "DeepSeek V3": (
+        "deepseek_v3",
+        BODY
+        | LATENTS
+        | {"q_lora_rank": 24, "first_k_dense_replace": 1, "rms_norm_eps": 1e-3}
+        | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 40, "n_shared_experts": 2},
+    ),
+    "Moonlight, dense": (
+        "deepseek_v3",
+        BODY | LATENTS | {"q_lora_rank": None, "first_k_dense_replace": 3, "qk_nope_head_dim": 24},
+    ),
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        BODY
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+    ),
+    "Qwen2-MoE, windows": (
+        "qwen2_moe",
+        BODY
+        | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+        | {"tie_word_embeddings": True},
+    ),
+    "GLM-4.5": (
+        "glm4_moe",
+        BODY
+        | {"head_dim": 16, "n_routed_experts": 12, "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 1.8, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "GLM-4.5 without groups": (
+        "glm4_moe",
+        BODY
+        | {"head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 48, "first_k_dense_replace": 2, "norm_topk_prob": False},
+    ),
     "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
     "SmolLM3, windows": (
         "smollm3",
@@ -226,6 +289,10 @@ ON_A_MESH = (
     "Gemma 3",
     "Mixtral",
     "Qwen3-MoE",
+    "DeepSeek V2",
+    "DeepSeek V3",
+    "Qwen2-MoE",
+    "GLM-4.5",
     "Phi-4-mini",
     "GPT-NeoX",
     "Granite 3",
@@ -244,6 +311,10 @@ CONVERTED = (
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
+    "DeepSeek V2",
+    "DeepSeek V3",
+    "Qwen2-MoE",
+    "GLM-4.5",
 )
 IN_16_BITS = (
     "Llama 2",
@@ -256,6 +327,10 @@ IN_16_BITS = (
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
+    "DeepSeek V2",
+    "Moonlight, dense",  # with the groups of V3, 16 bits choose other experts for some tokens
+    "Qwen2-MoE",
+    "GLM-4.5",
 )
 
 
@@ -289,6 +364,9 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # they decide
+                buffer.normal_(0, 0.3)
     folder = tmp_path_factory.mktemp("saved") / request.param
     theirs.save_pretrained(folder)
     write_tokenizer(folder, 320)
@@ -478,6 +556,14 @@ def gpt2_shape(layers: int, hidden: int, heads: int) -> dict[str, Any]:
 
 
 MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+DEEPSEEK_V2_LITE = {
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+}
 # name: (model_type, its config.json, parameters as published, bytes of keys and values a token in
 # 16 bit)
 REAL = {
@@ -552,6 +638,18 @@ REAL = {
         1_279_391_488,
         61_440,
     ),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2",
+        shape(27, 2048, 10944, 16, 16, 102400, **DEEPSEEK_V2_LITE),
+        15_706_484_224,
+        27 * 1152,
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        shape(61, 7168, 18432, 128, 128, 129280),
+        671_026_419_200,
+        61 * 1152,
+    ),
     "Qwen3-30B-A3B": (
         "qwen3_moe",
         shape(48, 2048, 6144, 32, 4, 151936, **MOE),
@@ -575,10 +673,17 @@ def test_real_models_have_their_published_size_and_cache(name):
     _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
     assert shapes == {".".join(entry.path): entry.shape for entry in table}
+    sizes = cache.BlockSizes(1, c.kv_heads, c.head_dim, "bfloat16", c.head_dim)
     slot = cache.block_bytes(
-        layers=c.layers, block_size=1, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="bfloat16"
+        layers=c.layers,
+        layer_pages=[Block.pages(c, kind, sizes) for kind in c.kinds],
+        **(sizes._asdict()),
     )
     assert slot - cache.TOKEN_BYTES == cached
+
+
+# whose default number of key heads is that of the query heads, or that of a published model
+AS_MANY_KEYS = ("llama", "qwen2", "qwen3", "exaone4", "qwen2_moe", "deepseek_v3", "kimi_k2")
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -591,12 +696,14 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     sizes = shape(4, 64, 96, 8, 4, 320)
     if model_type == "gpt2":
         sizes = gpt2_shape(4, 64, 8)
-    elif model_type not in ("llama", "qwen2", "qwen3", "exaone4"):
-        # these four have as many key heads as queries, or 32
+    elif model_type not in AS_MANY_KEYS:
         del sizes["num_key_value_heads"]
     if model_type == "granitemoehybrid":
         sizes["num_local_experts"] = 0
-    full = AutoConfig.for_model(model_type, **sizes).to_dict()
+    if model_type == "deepseek_v2":  # null in its class
+        sizes["num_experts_per_tok"] = 6
+    known = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)  # its config is that of V3
+    full = AutoConfig.for_model(known, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
         # of Llama's and Mistral's classes: computed from their own default sizes
         full.pop("head_dim")
@@ -676,8 +783,15 @@ def test_a_gemma_names_the_stretched_context_itself():
         ),
         ("Qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple"),
         ("Qwen3.5", {"attention_bias": True}, "attention_bias is true; Qwen3.5 here has no bias"),
+        ("DeepSeek V3", {"attention_bias": True}, "attention_bias is true; deepseek_v3 here has"),
+        ("DeepSeek V3", {"rope_interleave": False}, "rope_interleave is false; deepseek_v3 here"),
+        ("DeepSeek V3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be an integer of at"),
+        ("DeepSeek V3", {"q_lora_rank": 0}, "q_lora_rank is 0; .* of at least 1, or null"),
+        ("DeepSeek V3", {"qk_rope_head_dim": 7}, "7 of the 7 numbers of a head are rotated"),
+        ("DeepSeek V3", {"scoring_func": "softmax"}, "the router of deepseek_v3 has 'sigmoid'"),
+        ("DeepSeek V2", {"norm_topk_prob": True}, "norm_topk_prob is true, which the authors'"),
     ],
 )
-def test_a_hybrid_that_cannot_be_honoured_is_refused(name, change, message):
+def test_a_hybrid_or_deepseek_that_cannot_be_honoured_is_refused(name, change, message):
     with refused(message):
         config_of(name, **change)

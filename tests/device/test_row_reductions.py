@@ -15,7 +15,7 @@ from flax import nnx
 from pagedjax.device.batch import blank_sampling
 from pagedjax.device.draws import at_quantile, weights
 from pagedjax.device.linear import find
-from pagedjax.device.models.decoder import Experts, SparseMLP
+from pagedjax.device.models.mlp import Experts, SparseMLP
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import (

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.device.models import split
-from pagedjax.device.models.decoder import Decoder, DecoderConfig, Experts, LayerKind
+from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
+from pagedjax.device.models.mlp import Experts
 from pagedjax.device.models.split import PADDING
 from pagedjax.device.rope import Rope
 from pagedjax.options.config import MeshConfig
@@ -62,7 +63,9 @@ def models(draw) -> tuple[DecoderConfig, MeshConfig]:
     expert = draw(st.sampled_from([1, 1, 2, 3]))
     experts = None
     if expert > 1 or draw(st.booleans()):
-        experts = Experts(expert * draw(st.integers(1, 3)), 1, draw(st.integers(1, 9)), True)
+        size = draw(st.integers(1, 9))
+        shared = draw(st.integers(0, 9))
+        experts = Experts(expert * draw(st.integers(1, 3)), 1, size, True, shared=shared)
     heads = kv_heads * group
     tensor = draw(st.integers(1, max(heads // expert, 1)))
     c = decoder(

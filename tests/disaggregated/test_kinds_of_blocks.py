@@ -26,6 +26,7 @@ from tests.engine.test_kv_policies import (
 )
 from tests.engine.test_quest import QUEST
 from tests.refusals import refused
+from tests.weights.test_family_files import CONFIGS
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_adapters import tiny_adapter
 
@@ -37,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "streaming": (LLAMA, {"kv_policy": STREAMING}, {}),
     "quest": (LLAMA, {"kv_policy": QUEST}, {}),
     "smaller cache": (LLAMA, {"kv_cache_dtype": "float8_e4m3fn"}, {}),
+    "latents": (CONFIGS["deepseek_v3"], {}, {}),
     "mesh to a device": (LLAMA, {"num_blocks": 61}, {"mesh": {"tensor": 2}, "devices": (2, 3)}),
 }
 

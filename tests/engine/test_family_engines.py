@@ -36,11 +36,13 @@ MATRICES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
     "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "deepseek_v2": ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
 }
 
 
-# A family takes two minutes. These two have each new part of the decoder.
-SLOW = ("gpt_neox", "olmo3")
+# A family takes two minutes. These have each new part of the decoder.
+SLOW = ("gpt_neox", "olmo3", "deepseek_v3")
 FAMILIES = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
     for name in CONFIGS

@@ -123,9 +123,10 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
     ],
     ids=str,
 )
-def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
-    """The second of three layers has no experts; three devices do not divide the width."""
-    model = model_of("Qwen3-MoE", weight_dtype=dtype)
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4.5"])
+def test_experts_are_split_by_number_and_by_width(tmp_path, name, mesh, dtype):
+    """One of three layers has no experts; three devices do not divide the width."""
+    model = model_of(name, weight_dtype=dtype)
     compare_runs(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 

@@ -546,13 +546,13 @@ def pages_read(cases: list[Case], monkeypatch) -> list[set[int]]:
     a read.
     """
     page_ids: set[int] = set()
-    tile = xla._tile
+    tile = xla.tile_of
 
     def watched(pages, ids, dtype):
         jax.debug.callback(lambda ids: page_ids.update(ids.ravel().tolist()), ids)
         return tile(pages, ids, dtype)
 
-    monkeypatch.setattr(xla, "_tile", watched)
+    monkeypatch.setattr(xla, "tile_of", watched)
     attend = jax.jit(lambda *arrays: xla.paged_attention(*arrays, scale=0.125))
     result = []
     for case in cases:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pagedjax.device.adapters import Part
+from pagedjax.device.adapters import Part, adapted
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
 from pagedjax.weights.architectures import FAMILIES, NEUTRAL, Architecture, normalised
@@ -39,6 +39,16 @@ LONGROPE = {
     "short_factor": [1.0] * 6,
     "long_factor": [2.0] * 6,
 }
+LATENTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": BODY
     | {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}
@@ -49,6 +59,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite": BODY | {"residual_multiplier": 0.5, "logits_scaling": 4.0},
     "smollm3": BODY | {"no_rope_layers": [1, 0]},
     "exaone4": BODY | {"sliding_window": 16, "sliding_window_pattern": 2},
+    "deepseek_v2": BODY | LATENTS | {"q_lora_rank": None},
+    "deepseek_v3": BODY | LATENTS | {"q_lora_rank": 24, "n_group": 2, "topk_group": 1},
 }
 CONFIGS = {name: config | {"model_type": name} for name, config in CONFIGS.items()}
 
@@ -75,7 +87,7 @@ def test_the_rows_of_a_gpt_neox_are_those_of_q_k_and_v_head_after_head(tmp_path)
     per_head = checkpoint.tensors[name].read().reshape(4, 3, 16, 64)  # head, part, row, input
     c = shape_of(CONFIGS["gpt_neox"])
     (entry,) = [x for x in FAMILIES["gpt_neox"].param_table(c) if x.sources == (name,)]
-    ours = assemble(checkpoint.tensors, entry, np.dtype(np.float32)).reshape(3, 4, 16, 64)
+    ours = assemble(checkpoint.tensors, entry, "float32").reshape(3, 4, 16, 64)
     # of the 8 rows that are rotated, 4 are the first of pairs; then 4 of those that are not
     order = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
     for part in (0, 1):
@@ -114,13 +126,11 @@ def test_adapters_are_in_the_order_of_the_files(source, tmp_path):
     adapter = read_adapter(write_adapter(tmp_path / "a", factors, options), c, "a")
     parts = adapter_parts(factors, c, options)
     chex.assert_trees_all_equal(dict(adapter.parts), parts)
-    assert len(parts) == c.layers * sum(len(ends) for ends in c.parts.values())
+    assert len(parts) == sum(len(c.parts[name]) for layer in adapted(c) for name in layer)
     for entry in family.param_table(c):
         matrix = ".".join(entry.path[2:-1])
         if matrix in c.parts and entry.path[-1] == "weight":
-            before, after = (
-                assemble(t, entry, np.dtype(np.float32)) for t in (checkpoint.tensors, merged)
-            )
+            before, after = (assemble(t, entry, "float32") for t in (checkpoint.tensors, merged))
             layer = int(entry.path[1])
             added = [
                 parts[Part(layer, matrix, i)][1] @ parts[Part(layer, matrix, i)][0]
@@ -214,11 +224,12 @@ VALUES = {
     "is_causal": False,
 }
 READERS = {
-    "partial_rotary_factor": "qwen3_5_text, phi3, glm, glm4, gpt_neox",
+    "partial_rotary_factor": "qwen3_5_text, phi3, glm, glm4, glm4_moe, gpt_neox",
     "residual_multiplier": "granitemoehybrid, granite",
     "no_rope_layers": "smollm3",
     "attn_logit_softcapping": "gemma2, gemma3_text",
     "use_parallel_residual": "gpt_neox",
+    "routed_scaling_factor": "deepseek_v2, deepseek_v3, kimi_k2, glm4_moe",
 }
 
 

@@ -27,7 +27,7 @@ from pagedjax.device import formats
 from pagedjax.device.attention import Attend, probabilities
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
-from pagedjax.device.extras import SampleRows, Selecting, TokenAdapters
+from pagedjax.device.extras import SampleRows, Selecting
 from pagedjax.device.layers import (
     Buffer,
     LayerNorm,
@@ -38,22 +38,17 @@ from pagedjax.device.layers import (
     stored_arrays,
     summed,
 )
-from pagedjax.device.linear import Matrix, linear
+from pagedjax.device.linear import Matrix
+from pagedjax.device.models.latent import Latent, LatentAttention, latent_pages
 from pagedjax.device.models.mixers.mixer import Mixer
+from pagedjax.device.models.mlp import ACTIVATIONS, MLP, Activation, Experts, Routes, SparseMLP
 from pagedjax.device.rope import Rope, rotate
-from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
+from pagedjax.device.row_reductions import rounded
 from pagedjax.device.selection import attend_selected, write
 from pagedjax.options.config import one_of
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-Activation = Literal["silu", "gelu", "gelu_tanh"]
 # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
 Finish = Callable[..., Any]
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 @dataclass(frozen=True)
@@ -74,22 +69,6 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` MLPs of size
-    F.
-
-    normalised: the weights of the chosen experts add up to 1; else the weights of all experts do.
-    devices: each device has `count / devices` experts, in the order of the mesh's axis `expert`.
-    """
-
-    count: int
-    chosen: int
-    intermediate: int
-    normalised: bool
-    devices: int = 1
-
-
-@dataclass(frozen=True)
 class DecoderConfig:
     """Shape of a model. hidden = H, intermediate = F; other letters as in pagedjax/host/types.py.
 
@@ -100,6 +79,8 @@ class DecoderConfig:
     gated: the MLP is activation(gate) * up, else activation(up).
     qk_norm: queries and keys have a norm, over each head ("head") or over all heads of a token
         ("width", OLMo 2).
+    latent: all heads share a row of latents, which is kept in the place of keys and values. Then
+        there is one key head, and `head_dim` is the size of a row (`Latent.row`).
     attn_gate: each query head has a gate, whose sigmoid multiplies the result of attention (Qiu et
         al. 2025, arXiv 2505.06708). Gates are rows of the product of queries, behind all queries.
     pre_norms: attention and MLP have a norm before them.
@@ -117,7 +98,7 @@ class DecoderConfig:
     family: the `model_type` of a built-in family, whose names of matrices adapters use; None: those
         of a Llama.
     block: the class of the layers, a `Block` of one's own; None is `Block`.
-    attn_scale: factor on q k^T; 0 becomes 1 / sqrt(head_dim).
+    attn_scale: factor on q k^T; 0 becomes 1 / sqrt(D), of queries with D numbers.
     attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
@@ -139,6 +120,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
+    latent: Latent | None = None
     attn_gate: bool = False
     pre_norms: bool = True
     post_norms: bool = False
@@ -159,7 +141,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if not self.attn_scale:
-            object.__setattr__(self, "attn_scale", self.head_dim**-0.5)
+            query_size = self.latent.query if self.latent else self.head_dim
+            object.__setattr__(self, "attn_scale", query_size**-0.5)
         if self.block is not None and not (
             isinstance(self.block, type) and issubclass(self.block, Block)
         ):
@@ -179,8 +162,10 @@ class DecoderConfig:
                 f"post_norms is true and residual_scale is {self.residual_scale}; a result passes "
                 "one of them: leave one out, or give a block with a `post` of its own"
             )
+        if self.latent:
+            self._check_latent(self.latent)
         for rope in self.ropes:
-            rope.check(self.head_dim)
+            rope.check(self.rotated_size)
         for i, kind in enumerate(self.kinds):
             if self.ropes and kind.rope is not None and not 0 <= kind.rope < len(self.ropes):
                 raise ValueError(
@@ -192,9 +177,40 @@ class DecoderConfig:
                     f"kinds[{i}] is sparse, and experts is None; give the layer's experts"
                 )
 
+    def _check_latent(self, latent: Latent) -> None:
+        """Raises ValueError for what latents exclude."""
+        if (self.kv_heads, self.head_dim) != (1, latent.row):
+            raise ValueError(
+                f"latent has rows of {latent.row} numbers, and the model {self.kv_heads} key heads "
+                f"of {self.head_dim}; latents need one key head of that size"
+            )
+        others = {
+            "qkv_bias": self.qkv_bias,
+            "out_bias": self.out_bias,
+            "qk_norm": self.qk_norm,
+            "attn_gate": self.attn_gate,
+            "kinds[...].mixer": any(kind.mixer for kind in self.kinds),
+        }
+        for name, value in others.items():
+            if value:
+                raise ValueError(
+                    f"{name} is {value!r} in a model with latents, which has none of it here; "
+                    "leave it out"
+                )
+
     @property
     def layers(self) -> int:
         return len(self.kinds)
+
+    @property
+    def rotated_size(self) -> int:
+        """Numbers of a head to which a rotation is applied."""
+        return self.latent.rotated if self.latent else self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Numbers of a token that attention gives to the last product of it, of all heads."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
 
     @property
     def query_heads(self) -> int:
@@ -210,16 +226,21 @@ class DecoderConfig:
         """Where the parts of each matrix of a layer end, by the matrix's name (for `LowRank`). An
         end is the part's last output + 1. A matrix that is not joined has one part.
         """
-        ends = self.query_heads, self.query_heads + self.kv_heads
-        qkv = tuple(heads * self.head_dim for heads in ends)
         up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
         hidden = (self.hidden,)
-        return {
-            "attn.qkv": (*qkv, self.qkv_rows),
-            "attn.out": hidden,
-            "mlp.up": up,
-            "mlp.down": hidden,
-        }
+        return {**self._parts_of_inputs, "attn.out": hidden, "mlp.up": up, "mlp.down": hidden}
+
+    @property
+    def _parts_of_inputs(self) -> dict[str, tuple[int, ...]]:
+        """The parts of the matrices of attention that come before it."""
+        if self.latent is None:
+            ends = self.query_heads, self.query_heads + self.kv_heads
+            return {"attn.qkv": (*[heads * self.head_dim for heads in ends], self.qkv_rows)}
+        queries = self.heads * self.latent.query
+        rank = self.latent.query_rank
+        if rank is None:
+            return {"attn.down": (queries, queries + self.latent.row)}
+        return {"attn.down": (rank, rank + self.latent.row), "attn.q_up": (queries,)}
 
 
 def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
@@ -248,14 +269,6 @@ def _over_width(norm: nnx.Module, x: jax.Array) -> jax.Array:
     return norm(x.reshape(len(x), -1)).reshape(x.shape) if x.shape[1] else x  # type: ignore[operator]
 
 
-def _rounded(product: jax.Array, largest: float = FLOAT32_MAX) -> jax.Array:
-    """A product of float32 in -largest to largest, as it is. The clipping changes nothing. It keeps
-    the compiler from computing the product and a later sum in one rounding, as it would in some
-    programs and not in others (docs/design/batch-invariance.md).
-    """
-    return jnp.clip(product, -largest, largest)
-
-
 class Scale(nnx.Module):
     """Multiplies the result of attention or MLP before it is added to x."""
 
@@ -264,7 +277,7 @@ class Scale(nnx.Module):
 
     def __call__(self, y: jax.Array) -> jax.Array:
         """[T, H] -> [T, H]."""
-        return _rounded(y.astype(jnp.float32) * self.factor).astype(y.dtype)
+        return rounded(y.astype(jnp.float32) * self.factor).astype(y.dtype)
 
 
 class Attention(nnx.Module):
@@ -369,137 +382,6 @@ class Attention(nnx.Module):
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
 
 
-class MLP(nnx.Module):
-    """down(activation(gate) * up) or down(activation(up)); gate and up are one product."""
-
-    def __init__(self, c: DecoderConfig, dtype: str):
-        options = {"bias": c.mlp_bias, "dtype": dtype, "stored": c.stored, "impl": c.linear}
-        self.up = Linear(c.hidden, c.intermediate, gated=c.gated, **options)
-        self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
-        self.activation = c.activation
-        self.gated = c.gated
-        self.up_parts = c.parts["mlp.up"]
-        self.down_parts = c.parts["mlp.down"]
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        norm,
-        residual=None,
-        used: jax.Array | None = None,
-        adapters: TokenAdapters | None = None,
-    ) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H].
-
-        Args:
-            used: [1] how many tokens are not padding; None: all.
-            adapters: of the tokens in this layer.
-        """
-        low_up = adapters.low("mlp.up", self.up_parts) if adapters else None
-        low_down = adapters.low("mlp.down", self.down_parts) if adapters else None
-        if self.gated:
-            y = self.up(x, norm=norm, activation=self.activation, sizes=used, low=low_up)
-        else:  # rounded once, after the activation
-            y = self.up(x, norm=norm, sizes=used, low=low_up, dtype=jnp.float32)
-            y = ACTIVATIONS[self.activation](y).astype(x.dtype)
-        return self.down(y, residual=residual, sizes=used, low=low_down)
-
-
-class Routes(NamedTuple):
-    """The experts of each token, the one with the largest weight first."""
-
-    experts: jax.Array  # [T, chosen] int32
-    weights: jax.Array  # [T, chosen] float32
-
-
-class Router(nnx.Module):
-    """Which experts compute a token. Its weight is always floats."""
-
-    weight: Any
-
-    def __init__(self, c: DecoderConfig, experts: Experts, dtype: str):
-        add_weight(self, "weight", Matrix(experts.count, c.hidden), dtype, None, c.linear)
-        self.experts = experts
-
-    def __call__(self, x: jax.Array, used: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """x [T, H] -> (weights, experts), each [T, chosen]. used: [1] how many tokens are not
-        padding; None: all.
-        """
-        impl = self.weight.implementation
-        if impl.name == "xla":
-            # by default a TPU rounds the factors of a product to bfloat16, which may choose another
-            # expert
-            y = jax.lax.dot_general(
-                x,
-                self.weight[...],
-                (((1,), (1,)), ((), ())),
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            ).astype(x.dtype)
-        else:
-            y = linear(x, self.weight[...], self.weight.matrix, impl=impl, sizes=used)
-        shares = softmax(y.astype(jnp.float32))
-        weights, chosen = jax.lax.top_k(shares, self.experts.chosen)
-        return weights / row_sums(weights)[:, None] if self.experts.normalised else weights, chosen
-
-
-class SparseMLP(nnx.Module):
-    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are read
-    once.
-
-    Where devices have different experts, each device computes the pairs (token, expert) of its own
-    experts.
-    """
-
-    def __init__(self, c: DecoderConfig, dtype: str):
-        assert c.experts is not None
-        e = c.experts
-        self.router = Router(c, e, dtype)
-        count = e.count // e.devices
-        up = Matrix(count * 2 * e.intermediate, c.hidden, gated=True, count=count)
-        down = Matrix(count * c.hidden, e.intermediate, count=count)
-        add_weight(self, "up", up, dtype, c.stored, c.linear)
-        add_weight(self, "down", down, dtype, c.stored, c.linear)
-        self.config = c
-
-    def __call__(
-        self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
-    ) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None:
-        all.
-        """
-        return self.routed(x, norm=norm, residual=residual, used=used)[0]
-
-    def routed(
-        self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None
-    ) -> tuple[jax.Array, Routes]:
-        """The same, and the experts of the tokens. The experts of padding mean nothing."""
-        c = self.config
-        x = x if norm is None else norm(x)
-        assert c.experts is not None
-        e = c.experts
-        weights, chosen = self.router(x, used)
-        count = e.count // e.devices  # experts of this device
-        expert = chosen.reshape(-1)  # of each of the T * e.chosen pairs (token, expert)
-        if e.devices > 1:
-            # this device's experts become 0, 1, ..., so their pairs are sorted first
-            expert = (expert - count * jax.lax.axis_index("expert")) % e.count
-        if used is not None:  # padding has no expert
-            expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
-        order = jnp.argsort(expert, stable=True)
-        sizes = (expert[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-        pairs = x[order // e.chosen]
-        pairs = product(self, "up", pairs, activation=c.activation, sizes=sizes)
-        pairs = product(self, "down", pairs, dtype=jnp.float32, sizes=sizes)
-        if e.devices > 1 or used is not None:
-            # pairs of other devices, or of padding, have undefined numbers
-            pairs = jnp.where((expert[order] < count)[:, None], pairs, 0)
-        pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
-        y = summed(weighted_sums(pairs, weights), c.axes)
-        return (y if residual is None else y + residual).astype(x.dtype), Routes(chosen, weights)
-
-
 class Block(nnx.Module):
     """One layer. Another kind of layer is a class that inherits from it (`DecoderConfig.block`),
     with another `post` or `rest`. A layer whose cache is not keys and values has other `pages`, and
@@ -523,11 +405,13 @@ class Block(nnx.Module):
             c: of one device's part of the model.
             sizes: of keys and values; their heads are those of all devices that share the array.
         """
-        return kv.kv_pages(sizes)
+        return latent_pages(sizes) if c.latent else kv.kv_pages(sizes)
 
     def attention(self, c: DecoderConfig, kind: LayerKind, dtype: str) -> Any:
         """The module that reads and writes the pages."""
-        return kind.mixer.layer(c, dtype) if kind.mixer else Attention(c, kind, dtype)
+        if kind.mixer:
+            return kind.mixer.layer(c, dtype)
+        return LatentAttention(c, kind, dtype) if c.latent else Attention(c, kind, dtype)
 
     def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
         """The module that changes the result [T, H] of the attention or of the MLP before it is
@@ -620,7 +504,7 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List([(c.block or Block)(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
         # `angle_tables`
-        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2)))
+        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.rotated_size // 2)))
         self.head = (
             None
             if c.tied
@@ -762,8 +646,8 @@ class Decoder(nnx.Module):
         y = multiply(hidden, sizes=used, dtype=jnp.float32)
         cap = self.config.logit_cap
         if self.config.logit_scale != 1:
-            y = _rounded(y * self.config.logit_scale)
-        return y if cap is None else _rounded(cap * jnp.tanh(y / cap), cap)
+            y = rounded(y * self.config.logit_scale)
+        return y if cap is None else rounded(cap * jnp.tanh(y / cap), cap)
 
 
 def samples_of(batch: Batch) -> Batch:
@@ -800,5 +684,7 @@ def angle_tables(c: DecoderConfig, context: int | None = None) -> np.ndarray:
     `Rope.frequencies`; None: `max_len`.
     """
     context = context or c.max_len
-    tables = [rope.table(c.head_dim, c.max_len, context) for rope in c.ropes]
-    return np.stack(tables) if tables else np.zeros((0, 2, c.max_len, c.head_dim // 2), np.float32)
+    tables = [rope.table(c.rotated_size, c.max_len, context) for rope in c.ropes]
+    if not tables:
+        return np.zeros((0, 2, c.max_len, c.rotated_size // 2), np.float32)
+    return np.stack(tables)

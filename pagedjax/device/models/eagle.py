@@ -96,8 +96,13 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
     without experts.
 
     Raises:
-        ValueError: a vocabulary that is larger than the model's.
+        ValueError: a vocabulary that is larger than the model's, or a model with latents.
     """
+    if target.latent:
+        raise ValueError(
+            f"the model keeps latents (rows of {target.latent.row} numbers), and a draft head is "
+            "for models with usual attention; use speculative.method='ngram', or a draft model"
+        )
     if not 1 <= vocabulary <= target.vocab_size:
         raise ValueError(
             f"a draft head has a vocabulary of {vocabulary} tokens; the model has "

@@ -1,7 +1,7 @@
 """The Llama family: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
 Llama 2 and 3, TinyLlama and SmolLM2; Mistral and Qwen2 (a window in some layers, biases of q, k and
-v); Qwen3 (norms of q and k); Mixtral and Qwen3-MoE (experts instead of the MLP).
+v); Qwen3 (norms of q and k); Mixtral, Qwen3-MoE and Qwen2-MoE (experts instead of the MLP).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.models.mlp import Experts
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import ORIGINAL, Rope, pair_order
 
@@ -18,6 +19,7 @@ SLIDING = "sliding_attention"
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 QKV = "q_proj", "k_proj", "v_proj"
 GATE_UP = "gate_proj", "up_proj"
+QWEN_MOE = "qwen2_moe", "qwen3_moe"
 
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
@@ -133,17 +135,25 @@ def _kinds(config: dict[str, Any], model_type: str) -> Iterator[LayerKind]:
     window = config.get("sliding_window")
     if model_type not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
         window = None
-    first = config.get("max_window_layers", 0) if model_type.startswith("qwen") else 0
     types = config.get("layer_types") or [
-        SLIDING if i >= first else "full_attention" for i in range(config["num_hidden_layers"])
+        SLIDING if _slides(config, model_type, i) else "full_attention"
+        for i in range(config["num_hidden_layers"])
     ]
     dense = config.get("mlp_only_layers") or ()
     every = config.get("decoder_sparse_step", 1)
     for i, name in enumerate(types):
         sparse = model_type == "mixtral" or (
-            model_type == "qwen3_moe" and i not in dense and (i + 1) % every == 0
+            model_type in QWEN_MOE and i not in dense and (i + 1) % every == 0
         )
         yield LayerKind(window=window if name == SLIDING else None, sparse=sparse)
+
+
+def _slides(config: dict[str, Any], model_type: str, layer: int) -> bool:
+    """Whether a layer has the window, in a config without layer_types."""
+    bound = config.get("max_window_layers", 0) if model_type.startswith("qwen") else 0
+    if model_type == "qwen2_moe":
+        return layer % 2 == 0 and layer < bound
+    return layer >= bound
 
 
 def _experts(config: dict[str, Any], model_type: str) -> Experts | None:
@@ -154,14 +164,17 @@ def _experts(config: dict[str, Any], model_type: str) -> Experts | None:
             intermediate=config["intermediate_size"],
             normalised=True,
         )
-    if model_type == "qwen3_moe":
-        return Experts(
-            count=config["num_experts"],
-            chosen=config["num_experts_per_tok"],
-            intermediate=config["moe_intermediate_size"],
-            normalised=bool(config.get("norm_topk_prob", False)),
-        )
-    return None
+    if model_type not in QWEN_MOE:
+        return None
+    has_shared = model_type == "qwen2_moe"
+    return Experts(
+        count=config["num_experts"],
+        chosen=config["num_experts_per_tok"],
+        intermediate=config["moe_intermediate_size"],
+        normalised=bool(config.get("norm_topk_prob", False)),
+        shared=config["shared_expert_intermediate_size"] if has_shared else 0,
+        shared_gate=has_shared,
+    )
 
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
@@ -171,7 +184,7 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
         [
             attention_table(c, i)
             + norm_table(c, i, NORMS)
-            + (_experts_table(c, i) if kind.sparse else mlp_table(c, i))
+            + (_sparse_table(c, i) if kind.sparse else mlp_table(c, i))
             for i, kind in enumerate(c.kinds)
         ],
     )
@@ -225,7 +238,9 @@ def attention_table(
     if c.qk_norm:
         for name, heads in (("q_norm", c.heads), ("k_norm", c.kv_heads)):
             size = heads * c.head_dim if c.qk_norm == "width" else c.head_dim
-            table.append(ParamSource((*path, name, "weight"), (f"{prefix}{name}.weight",), (size,)))
+            pairs = order[: c.head_dim] if c.qk_norm == "head" else ()  # of the first query head
+            source = f"{prefix}{name}.weight"
+            table.append(ParamSource((*path, name, "weight"), (source,), (size,), order=pairs))
     return table
 
 
@@ -265,19 +280,51 @@ def mlp_table(c: DecoderConfig, layer: int, gate_up: Sequence[str] = GATE_UP) ->
     ]
 
 
-def _experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """The parameters of a sparse MLP. Mixtral and Qwen3-MoE name its tensors differently."""
+def _sparse_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    """The parameters of a sparse MLP of Mixtral or of a Qwen. They name its tensors differently."""
+    if c.family == "mixtral":
+        prefix = f"model.layers.{layer}.block_sparse_moe."
+        return experts_table(c, layer, prefix, ("w1", "w3", "w2"))
+    return experts_table(c, layer, f"model.layers.{layer}.mlp.", shared="shared_expert")
+
+
+def experts_table(
+    c: DecoderConfig,
+    layer: int,
+    prefix: str,
+    names: Sequence[str] = (*GATE_UP, "down_proj"),
+    shared: str = "shared_experts",
+) -> list[ParamSource]:
+    """The router, the experts, and the shared MLP with its gate if the mixture has them.
+
+    Args:
+        prefix: of the names of all tensors.
+        names: of an expert's gate, up and down.
+        shared: the name of the shared MLP.
+    """
     assert c.experts is not None
     e = c.experts
     path = ("blocks", str(layer), "mlp")
-    mixtral = not c.qk_norm  # of the two, only Qwen3-MoE has norms of q and k
-    prefix = f"model.layers.{layer}.{'block_sparse_moe' if mixtral else 'mlp'}."
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = names
     experts = [f"{prefix}experts.{i}." for i in range(e.count)]
     ups = tuple(f"{expert}{name}.weight" for expert in experts for name in (gate, up))
     downs = tuple(f"{expert}{down}.weight" for expert in experts)
-    return [
-        ParamSource((*path, "router", "weight"), (f"{prefix}gate.weight",), (e.count, c.hidden)),
+    routers = (f"{prefix}gate.weight",)
+    rows = ()
+    if e.shared_gate:
+        routers = (*routers, f"{prefix}{shared}_gate.weight")
+        rows = (e.count, 1)
+    router_shape = e.count + e.shared_gate, c.hidden
+    table = [
+        ParamSource((*path, "router", "weight"), routers, router_shape, rows=rows),
         ParamSource((*path, "up"), ups, (e.count * 2 * e.intermediate, c.hidden)),
         ParamSource((*path, "down"), downs, (e.count * c.hidden, e.intermediate)),
     ]
+    if e.shared:
+        ups = tuple(f"{prefix}{shared}.{name}.weight" for name in (gate, up))
+        downs = (f"{prefix}{shared}.{down}.weight",)
+        table += [
+            ParamSource((*path, "shared", "up", "weight"), ups, (2 * e.shared, c.hidden)),
+            ParamSource((*path, "shared", "down", "weight"), downs, (c.hidden, e.shared)),
+        ]
+    return table

@@ -63,10 +63,11 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
+    order = _order(c)
     return decoder_table(
         c,
         [
-            (_delta_table(c, i, kind.mixer) if kind.mixer else _attention_table(c, i))
+            (_delta_table(c, i, kind.mixer) if kind.mixer else attention_table(c, i, order=order))
             + norm_table(c, i, NORMS)
             + mlp_table(c, i)
             for i, kind in enumerate(c.kinds)
@@ -74,21 +75,11 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     )
 
 
-def _attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """The parameters of a layer of attention, with the rows of heads in the order of rotated
-    pairs.
+def _order(c: DecoderConfig) -> tuple[int, ...]:
+    """The order of the rows of q, k and v of a file, in which each head's gate is behind its query,
+    and heads have the pairs of a `pair_order`.
     """
-    pairs = tuple(pair_order(c.head_dim, c.ropes[0].rotated))
-    return [
-        entry._replace(order=pairs) if entry.path[-2] in ("q_norm", "k_norm") else entry
-        for entry in attention_table(c, layer, order=_order(c, pairs))
-    ]
-
-
-def _order(c: DecoderConfig, pairs: tuple[int, ...]) -> tuple[int, ...]:
-    """The order of the rows of q, k and v of a file, in which each head's gate is behind its
-    query.
-    """
+    pairs = pair_order(c.head_dim, c.ropes[0].rotated)
     size = c.head_dim
     queries = [2 * head * size + row for head in range(c.heads) for row in pairs]
     gates = [(2 * head + 1) * size + row for head in range(c.heads) for row in range(size)]

@@ -23,6 +23,7 @@ import numpy as np
 
 from pagedjax.device import formats
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.models.latent import Latent
 from pagedjax.options.config import MeshConfig
 
 EXPERT = "expert"
@@ -86,7 +87,10 @@ def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
     experts = c.experts
     if experts:
         experts = replace(
-            experts, intermediate=-(-experts.intermediate // mesh.tensor), devices=mesh.expert
+            experts,
+            intermediate=-(-experts.intermediate // mesh.tensor),
+            shared=-(-experts.shared // n),
+            devices=mesh.expert,
         )
     return replace(
         c,
@@ -140,7 +144,8 @@ def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
     stored_keys = padded_heads.keys[padded_heads.keys != PADDING]
     _, copies_of_keys = np.unique(stored_keys, return_counts=True)
     copies = copies_of_keys[0]  # each key head has the same number
-    phrases = [f"{copies} devices have the same key head"] if copies > 1 else []
+    shared = "latents" if c.latent else "key head"
+    phrases = [f"{copies} devices have the same {shared}"] if copies > 1 else []
     sizes = [
         ("heads", c.heads, len(padded_heads.queries)),
         ("key heads", c.kv_heads, len(padded_heads.keys) // copies),
@@ -148,9 +153,9 @@ def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
         ("vocabulary", c.vocab_size, part.vocab_size * n),
     ]
     if c.experts and part.experts:
-        sizes.append(
-            ("expert width", c.experts.intermediate, part.experts.intermediate * mesh.tensor)
-        )
+        width = part.experts.intermediate * mesh.tensor
+        sizes.append(("expert width", c.experts.intermediate, width))
+        sizes.append(("shared width", c.experts.shared, part.experts.shared * n))
     return phrases + [
         f"{name} padded from {size} to {padded}" for name, size, padded in sizes if padded > size
     ]
@@ -181,12 +186,17 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
         padded_heads = heads(c, n)
         kind = padded_heads.queries if owner == "q_norm" else padded_heads.keys
         return (Split(AXES, _row_order(kind, c.head_dim)),)
+    if "attn" in path and c.latent:
+        return _latent_attention(c, c.latent, n, path)
     if "attn" in path and owner in ("qkv", "out"):
         return _attention(c, n, owner, path[-1])
     if "mlp" in path and owner != "router":
+        if "shared" in path:
+            assert c.experts is not None
+            return _mlp(c.experts.shared, True, n, owner, path[-1])
         if c.kinds[int(path[1])].sparse:
             return _experts(c, mesh, path[-1])
-        return _mlp(c, n, owner, path[-1])
+        return _mlp(c.intermediate, c.gated, n, owner, path[-1])
     return (WHOLE,)
 
 
@@ -208,12 +218,36 @@ def _attention(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, 
     return (Split(AXES, _row_order(np.concatenate(shares, axis=1).reshape(-1), c.head_dim)),)
 
 
-def _mlp(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, ...]:
+def _latent_attention(
+    c: DecoderConfig, latent: Latent, n: int, path: Sequence[str]
+) -> tuple[Split, ...]:
+    """A parameter of latent attention over n devices: heads are divided, and each device has what
+    makes latents.
+    """
+    queries = heads(c, n).queries
+    owner, name = path[-2:]
+    if name == "kv_up":
+        return (Split(AXES, _row_order(queries, latent.up)),)
+    if name != "weight":
+        return (WHOLE,)
+    if owner == "out":
+        return (WHOLE, Split(AXES, _row_order(queries, latent.value)))
+    if owner == "q_up":
+        return (Split(AXES, _row_order(queries, latent.query)),)
+    if owner == "down" and latent.query_rank is None:
+        query_rows = _row_order(queries, latent.query).reshape(n, -1)
+        first, end = c.parts["attn.down"]
+        shared_rows = np.broadcast_to(np.arange(first, end), (n, end - first))
+        return (Split(AXES, np.concatenate([query_rows, shared_rows], axis=1).reshape(-1)),)
+    return (WHOLE,)
+
+
+def _mlp(size: int, gated: bool, n: int, owner: str, name: str) -> tuple[Split, ...]:
     """The weight or bias `name` of the layer `owner`, "up" or "down", over n devices."""
-    width = _padded(c.intermediate, n)
+    width = _padded(size, n)
     if owner == "down":
         return (WHOLE, Split(AXES, width)) if name == "weight" else (WHOLE,)
-    return (Split(AXES, _gated(width, c.intermediate, n) if c.gated else width),)
+    return (Split(AXES, _gated(width, size, n) if gated else width),)
 
 
 def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]:
