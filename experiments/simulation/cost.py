@@ -378,7 +378,7 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         vocabulary=device.vocab_size,
         expert=device.experts.intermediate if device.experts else 0,
         dealt=mesh.expert,
-        shared=-(-shape.shared // mesh.size),
+        shared=device.experts.shared if device.experts else 0,
     )
 
 

@@ -245,7 +245,8 @@ def decoder_of(shape: Shape) -> DecoderConfig:
     Raises:
         ValueError: the shape has latent attention, which the engine's decoder does not have yet.
     """
-    from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
+    from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+    from pagedjax.device.models.mlp import Experts
 
     places: list[Kind | None] = [None] * shape.layers
     for kind in shape.kinds:
@@ -266,7 +267,9 @@ def decoder_of(shape: Shape) -> DecoderConfig:
     ]
     experts = None
     if shape.experts:
-        experts = Experts(shape.experts, shape.chosen, shape.expert, normalised=True)
+        experts = Experts(
+            shape.experts, shape.chosen, shape.expert, normalised=True, shared=shape.shared
+        )
     return DecoderConfig(
         vocab_size=shape.vocabulary,
         hidden=shape.hidden,
