@@ -25,6 +25,7 @@ from pagedjax.device.models.mixers.mixer import (
     convolution,
     pages_needed,
 )
+from tests import fresh_python
 from tests.device.test_llama import lay_out
 from tests.refusals import refused
 
@@ -230,3 +231,33 @@ def test_numbers_of_8_bits_are_refused():
     kept = Kept({CONV_INPUT: jax.ShapeDtypeStruct((7,), jnp.float8_e4m3fn)})
     with refused("a mixer keeps float8_e4m3fn; its numbers must have 16 or 32 bits"):
         pages_needed(kept, BlockSizes(4, kv_heads=2, head_dim=4, dtype="float32", row=4))
+
+
+def test_a_program_with_a_solver_that_comes_from_the_disk_runs(tmp_path):
+    """It was lowered in another process; the layer loads what its compiled code calls."""
+    program = """
+import pickle, sys
+import jax
+import jax.numpy as jnp
+from jax.experimental import serialize_executable
+from pagedjax.device.models.mixers import decayed_state
+from pagedjax.device.models.mixers.gated_delta import GatedDelta
+from pagedjax.device.models.decoder import DecoderConfig
+path, phase = sys.argv[1:]
+matrix = jnp.array([[[1.0, 0.0], [0.5, 1.0]]])
+target = jnp.array([[[2.0], [4.0]]])
+if phase == "compile":
+    compiled = jax.jit(decayed_state._solution).lower(matrix, target).compile()
+    open(path, "wb").write(pickle.dumps(serialize_executable.serialize(compiled)))
+else:
+    sizes = dict(vocab_size=8, hidden=8, intermediate=8, heads=1, kv_heads=1, head_dim=8)
+    config = DecoderConfig(**sizes, max_len=8, tied=True, eps=1e-6, kinds=(), ropes=())
+    GatedDelta(length=3, heads=1, key_heads=1, key_dim=4, value_dim=4).layer(config, "float32")
+    run = serialize_executable.deserialize_and_load(*pickle.loads(open(path, "rb").read()))
+    print(run(matrix, target).ravel().tolist())
+"""
+    path = tmp_path / "program"
+    one_device = {"XLA_FLAGS": ""}
+    fresh_python.output_of(program, path, "compile", timeout=120, **one_device)
+    output = fresh_python.output_of(program, path, "run", timeout=120, **one_device)
+    assert output.strip() == "[2.0, 3.0]"

@@ -20,6 +20,7 @@ All numbers here are float32.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -392,14 +393,26 @@ def _with_new(
     earlier = jnp.tril(jnp.ones(products.shape[-2:], bool), -1)
     rates = rate.T[..., None]
     system = jnp.where(earlier, rates * products * _decay_between(sums), 0)
-    update = jax.lax.linalg.triangular_solve(
-        system + jnp.eye(system.shape[-1]),
-        jnp.swapaxes(target, 0, 1),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
+    update = _solution(system + jnp.eye(system.shape[-1]), jnp.swapaxes(target, 0, 1))
     return with_values._replace(update=jnp.swapaxes(update, 0, 1))
+
+
+def _solution(matrix: jax.Array, target: jax.Array) -> jax.Array:
+    """[N, S, D] x of `matrix` [N, S, S] times x = `target` [N, S, D]; the matrices are lower
+    triangular, with ones on the diagonal.
+    """
+    return jax.lax.linalg.triangular_solve(
+        matrix, target, left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+@functools.cache
+def load_solver() -> None:
+    """Lets JAX find the CPU's LAPACK, which it does when it lowers a solver. A compiled program that
+    comes from the disk was lowered in another process, and would call a function that is not there.
+    """
+    one = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+    jax.jit(_solution).trace(one, one).lower(lowering_platforms=("cpu",))
 
 
 def _read(

@@ -45,6 +45,7 @@ class GatedDelta(StateMixer):
 class GatedDeltaLayer(MixerLayer):
     def __init__(self, mixer: GatedDelta, c: Any, dtype: str):
         super().__init__(mixer, c, dtype)
+        decayed_state.load_solver()
         options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.inner = Linear(c.hidden, sum(mixer.parts), **options)
         self.out = Linear(mixer.values, c.hidden, **options)
