@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from immutables import Map
 
 from pagedjax.host.kv_policies import View
-from pagedjax.options.config import Reservation
+from pagedjax.options.config import PrefixCheckpoints, Reservation
 
 __all__ = [
     "Admitted",
@@ -62,6 +62,8 @@ class SchedulerConfig(NamedTuple):
     views: tuple[View, ...] = ()
     # whether a sequence may use blocks that another row of the same step fills (prefix_sharing.py)
     shares_filling: bool = True
+    # where prefixes can be found in groups with a window (checkpoints.py); None: at every boundary
+    prefix_checkpoints: PrefixCheckpoints | None = None
 
     @property
     def groups(self) -> int:
@@ -129,6 +131,9 @@ class Seq(NamedTuple):
     hashes: tuple[str, ...] = ()
     # arrival of the first branch or beam of its request; None: it has no others
     group: int | None = None
+    # blocks of its beginning of which only the layers that see everything were in the cache when it
+    # entered (checkpoints.py); 0: none
+    junction: int = 0
 
     @property
     def request_id(self) -> str:
@@ -312,7 +317,17 @@ def current_seqs(
 ) -> tuple[Seq, ...]:
     """Records with the `length` and `computed` of their columns."""
     return tuple(
-        Seq(seq.request, seq.arrival, seq.limit, length, count, seq.blocks, seq.hashes, seq.group)
+        Seq(
+            seq.request,
+            seq.arrival,
+            seq.limit,
+            length,
+            count,
+            seq.blocks,
+            seq.hashes,
+            seq.group,
+            seq.junction,
+        )
         for seq, length, count in zip(seqs, lengths, computed, strict=True)
     )
 
