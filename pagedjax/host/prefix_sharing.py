@@ -87,13 +87,17 @@ def _find_visible(
     """`find` where queries do not see all blocks: those that the next query does not see are
     holes.
     """
-    groups = config.groups
-    keys = block_keys(hashes, groups)
-    table = [pool.contents.get(key) or filling_now.get(key, HOLE) for key in keys]
-    cached = [[block != HOLE for block in table[group::groups]] for group in range(groups)]
+    contents = pool.contents
+
+    def block_of(number: int, group: int) -> int:
+        key = _key_of(hashes[number], group)
+        return contents.get(key) or filling_now.get(key, HOLE)
+
     views_of_groups = views.views_of(config, seq.request)
-    num_blocks = views.num_shareable(views_of_groups, cached)
-    return views.visible_table(views_of_groups, table[: num_blocks * groups])
+    num_blocks = views.num_shareable(
+        views_of_groups, len(hashes), lambda number, group: block_of(number, group) != HOLE
+    )
+    return views.visible_table(views_of_groups, num_blocks, block_of)
 
 
 def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
