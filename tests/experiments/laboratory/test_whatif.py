@@ -26,9 +26,10 @@ from pagedjax import routing
 from pagedjax.commands.cli import main
 from pagedjax.engine.engine import Engine
 from pagedjax.host.event_log import Schedule, Submit
+from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import FCFS, POLICIES
 from pagedjax.host.replay import verify
-from pagedjax.host.types import Finished, Request, Sampled
+from pagedjax.host.types import Finished, Request, Sampled, SchedulerConfig
 from pagedjax.options.params import SamplingParams
 from tests import drawn
 from tests.engine.runs import small_llm
@@ -581,6 +582,8 @@ def test_a_recording_without_times_is_counted_in_steps(tmp_path: Path, capsys):
         (["--set", "num_blocks=0"], "num_blocks is 0; it must be at least 1"),
         (["--set", "reservation=some"], "reservation is 'some'"),
         (["--set", "max_model_len=8"], "it must be|max_model_len"),
+        (["--set", "prefix_checkpoints=first"], "prefix_checkpoints is 'first'; it must be one"),
+        (["--set", "prefix_checkpoints=last"], "all layers .* see whole sequences"),
         (["--policy", "none_such"], "policy is 'none_such'; write one of"),
         (["--router", "none_such"], "router is 'none_such'; write one of"),
         (["--draws", "-1"], "draws is -1; it must be at least 0"),
@@ -594,6 +597,31 @@ def test_what_cannot_be_changed_is_refused(noisy: Path, capsys, words: list[str]
     error = capsys.readouterr().err
     assert error.startswith(f"cannot change {noisy}: ")
     assert re.search(message, error)
+
+
+def test_the_states_that_are_kept_are_changed(tmp_path: Path, capsys):
+    """A second request of one prompt finds it at its end, or at a multiple of 32 tokens."""
+    path = tmp_path / "run.jsonl"
+    config = SchedulerConfig(
+        block_size=8,
+        num_blocks=60,
+        max_num_batched_tokens=64,
+        max_num_seqs=2,
+        max_model_len=100,
+        views=(ALL, View(2)),
+        shares_filling=False,
+    )
+    arrivals = [world.Arrival(20 * i, Request(name, 60, 4), 0) for i, name in enumerate("ab")]
+    world.drive(path, config, FCFS, arrivals)
+    other = tmp_path / "other.jsonl"
+    cached = []
+    for value in ("every", "last", "interval=32"):
+        setting = f"prefix_checkpoints={value}"
+        result = result_of(path, "--set", setting, "--record", str(other), "--draws", "0")
+        cached.append(result["totals"]["cached_tokens"]["changed"])
+        assert verify(other).identical
+    assert cached == [56, 56, 32]
+    capsys.readouterr()
 
 
 def test_what_is_not_exact_is_named(tmp_path: Path, capsys):
