@@ -372,8 +372,8 @@ def donations(tree: ast.Module) -> int:
 
 
 def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
-    """And a block of layers inside the step, so that one of them is traced for all; and `score`,
-    which is no step.
+    """And a block of layers inside the step, so that one of them is traced for all; `score`, which
+    is no step; and a solver, which is lowered alone.
     """
     assert (
         jits(
@@ -387,6 +387,7 @@ def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
     assert {name: count for name, tree in trees.items() if (count := jits(tree))} == {
         JITTED_IN: 6,
         "pagedjax.device.models.decoder": 1,
+        "pagedjax.device.models.mixers.decayed_state": 1,
         "pagedjax.device.score": 1,
     }
     assert {name for name, tree in trees.items() if donations(tree)} == {JITTED_IN}
