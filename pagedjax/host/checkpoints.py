@@ -1,8 +1,8 @@
 """Which boundaries between blocks a prefix can be found at (prefix checkpoints).
 
 A query behind a boundary reads all blocks before it in groups of layers that see everything. In a
-group with a window it reads only the last ones: of a layer that keeps a state, one block, whose
-first number is the state itself. So a prefix cache needs blocks of these groups only before the
+group with a window it reads only the last ones: of a layer that keeps a state, one block, which has
+the state before its tokens and what they bring. So a prefix cache needs blocks of these groups only before the
 boundaries at which prefixes will end, and `SchedulerConfig.prefix_checkpoints` says which they are:
 
     interval    every boundary at a multiple of so many tokens

@@ -50,7 +50,6 @@ writes them only when asked.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import runpy
@@ -422,11 +421,9 @@ def header_line(
     defaults = config._field_defaults
     settings = {
         name: value
-        for name, value in config._asdict().items()
+        for name, value in config.record().items()
         if name == "host_blocks" or value != defaults.get(name)
     }
-    if config.prefix_checkpoints is not None:
-        settings["prefix_checkpoints"] = dataclasses.asdict(config.prefix_checkpoints)
     own = {} if own_policy is None else {"own_policy": own_policy}
     head = {"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy}
     return dump({**head, **own, "config": settings})

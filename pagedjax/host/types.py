@@ -5,6 +5,7 @@ Words and letters: docs/design/glossary.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -64,6 +65,13 @@ class SchedulerConfig(NamedTuple):
     shares_filling: bool = True
     # where prefixes can be found in groups with a window (checkpoints.py); None: at every boundary
     prefix_checkpoints: PrefixCheckpoints | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Its fields by name, as values of JSON."""
+        fields = self._asdict()
+        if self.prefix_checkpoints is not None:
+            fields["prefix_checkpoints"] = dataclasses.asdict(self.prefix_checkpoints)
+        return fields
 
     @property
     def groups(self) -> int:

@@ -621,6 +621,9 @@ def test_the_states_that_are_kept_are_changed(tmp_path: Path, capsys):
         cached.append(result["totals"]["cached_tokens"]["changed"])
         assert verify(other).identical
     assert cached == [56, 56, 32]
+    assert '"prefix_checkpoints":{"interval":32,' in other.read_text()
+    page = tmp_path / "pair.html"
+    assert main(["view", str(path), str(other), "-o", str(page)]) == 0
     capsys.readouterr()
 
 
