@@ -36,8 +36,10 @@ from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import LOOPS, Prediction, Reading, predict
 from experiments.laboratory.rerun import Change
 from pagedjax import routing
+from pagedjax.commands.options import EXAMPLES, name_or_mapping
 from pagedjax.host import policies, scheduler
 from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.options.config import PrefixCheckpoints
 from pagedjax.options.own_names import names_own_value
 
 if TYPE_CHECKING:
@@ -123,6 +125,13 @@ def change_of(recorded: Past, options: argparse.Namespace) -> Change:
             f"{recorded.config.block_size} tokens, whose window in tokens a recording does not "
             "tell; leave it as it was, or record a run with that block size"
         )
+    if values.get("prefix_checkpoints") and not any(
+        view.window is not None for view in recorded.config.views
+    ):
+        raise ValueError(
+            "--set gives prefix_checkpoints, and all layers of the recorded engine see whole "
+            "sequences, so that a prefix is found at every boundary; leave it out"
+        )
     config = recorded.config._replace(**values)
     scheduler.init(config)
     caching = False if options.without_caching else None
@@ -140,6 +149,8 @@ def _setting(text: str) -> tuple[str, Any]:
         )
     if name == "reservation":
         return name, value
+    if name == "prefix_checkpoints":
+        return name, PrefixCheckpoints.read(name_or_mapping(EXAMPLES[name])(value))
     if name in ("chunked_prefill", "mixed_steps"):
         switches = {"true": True, "false": False}
         if value.lower() not in switches:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from pagedjax.host import policies
+from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import POLICIES
+from pagedjax.host.state import limits
 from pagedjax.options import exclusions
 from pagedjax.options.config import (
     EngineConfig,
     PolicyName,
+    PrefixCheckpoints,
     Resolved,
     Speculative,
     from_dict,
@@ -92,12 +95,46 @@ def test_none_is_refused_where_nothing_is_chosen_later(name):
         ("attention_impl", "refrence", r", or FILE\.py:NAME \(did you mean 'reference'\?\)$"),
         ("linear_impl", "gpu", r", or FILE\.py:NAME \(did you mean 'cpu'\?\)$"),
         ("kv_policy", "some", r"'full', 'streaming', 'quest', or FILE\.py:NAME$"),
+        ("prefix_checkpoints", "lest", r"'every', 'last' \(did you mean 'last'\?\)$"),
         ("reservation", "pow3", r"'none', 'oracle', 'pow2', 'max' \(did you mean 'pow2'\?\)$"),
     ],
 )
 def test_an_unknown_choice_lists_the_choices_and_the_nearest(name, value, message):
     with refused(rf"^{name} is {value!r}; it must be one of .*{message}"):
         EngineConfig(**{name: value})
+
+
+def test_prefix_checkpoints_are_a_name_or_fields():
+    def read(value: Any) -> PrefixCheckpoints | str | None:
+        return EngineConfig(block_size=16, prefix_checkpoints=value).prefix_checkpoints
+
+    assert read(None) is read("every") is None
+    last = PrefixCheckpoints(prompts=True, texts=True)
+    assert read("last") == read({"prompts": True, "texts": True}) == read(last) == last
+    assert read({"interval": 32}) == PrefixCheckpoints(interval=32)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "prefix_checkpoints is 3; it must be 'every', 'last', or a mapping such as"),
+        ({"every": 3}, "unknown key prefix_checkpoints.'every'"),
+        ({"interval": -16}, "prefix_checkpoints.interval is -16; it must be an integer of at le"),
+        ({"interval": 40}, "interval is 40 tokens, and block_size is 16; .* such as 48"),
+        ({"texts": 1}, "prefix_checkpoints.texts is 1; it must be True or False"),
+        ({"interval": 0}, "keeps nothing, .*give an interval, or one of prompts, texts and j"),
+    ],
+)
+def test_prefix_checkpoints_that_cannot_be_are_refused(value, message):
+    with refused(message):
+        EngineConfig(block_size=16, prefix_checkpoints=value)
+
+
+def test_models_whose_layers_see_everything_have_no_checkpoints_to_choose():
+    config = Resolved(**RESOLVED, prefix_checkpoints="last")  # type: ignore[arg-type]
+    assert limits(config).prefix_checkpoints is None
+    assert limits(config, 0, (ALL, ALL)).prefix_checkpoints is None
+    assert limits(config, 0, (ALL, View(2))).prefix_checkpoints == config.prefix_checkpoints
 
 
 def test_token_buckets_below_the_budget_are_refused():

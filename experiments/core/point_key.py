@@ -42,6 +42,7 @@ LATER_FIELDS = {
         "linear_impl",
         "kv_policy",
         "free_window_blocks",
+        "prefix_checkpoints",
         "batch_invariant",
         "row_features",
         "max_tap_bytes",

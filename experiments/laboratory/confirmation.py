@@ -234,6 +234,7 @@ def engine_of(
         "chunked_prefill": config.chunked_prefill,
         "mixed_steps": config.mixed_steps,
         "reservation": config.reservation,
+        "prefix_checkpoints": config.prefix_checkpoints,
         "policy": change.own_policy or change.policy,
         "enable_prefix_caching": caching,
         "preemption": "recompute",

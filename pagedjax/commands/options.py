@@ -25,6 +25,7 @@ EXAMPLES = {  # of options that take NAME=VALUE,...
     "mesh": MESH,
     "speculative": 'method=ngram,num_tokens=4 or \'{"method": "ngram"}\'',
     "kv_policy": "streaming, or name=streaming,sinks=4,window=1020",
+    "prefix_checkpoints": "last, or interval=256,prompts=true,junctions=true",
 }
 SHORT = {  # vLLM's short options
     "-tp": "tensor_parallel_size",

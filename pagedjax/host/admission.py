@@ -175,8 +175,12 @@ def _admit_one(
         swap_in += moves
         entered = seq._replace(blocks=table)
     else:
-        computed = len(cached) // config.groups * config.block_size
-        entered = seq._replace(computed=computed, blocks=cached + new_blocks)
+        num_shared = len(cached) // config.groups
+        entered = seq._replace(
+            computed=num_shared * config.block_size,
+            blocks=cached + new_blocks,
+            junction=prefix_sharing.junction(admission.pool, seq, config, num_shared),
+        )
     count = chunk_size(entered, admission.budget, config)
     end = entered.computed + count
     if not config.chunked_prefill and end < entered.length:

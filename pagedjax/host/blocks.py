@@ -283,8 +283,10 @@ def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:
     """
     contents = pool.contents.mutate()
     hashes = pool.hashes.mutate()
+    owners = pool.owners
     for block, key in filled:
-        _owner_count(pool.owners, block)
+        if block not in owners:
+            _owner_count(owners, block)  # raises
         if hashes.get(block, key) != key:
             raise ValueError(f"block {block} holds {hashes[block]}; it cannot hold {key} as well")
         if key not in contents:

@@ -421,7 +421,7 @@ def header_line(
     defaults = config._field_defaults
     settings = {
         name: value
-        for name, value in config._asdict().items()
+        for name, value in config.record().items()
         if name == "host_blocks" or value != defaults.get(name)
     }
     own = {} if own_policy is None else {"own_policy": own_policy}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedjax.host import blocks, prefix_sharing, request_limits, views
+from pagedjax.host import blocks, checkpoints, prefix_sharing, request_limits, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, decision, shipped, with_memory
 from pagedjax.host.policy_memory import memory_of
@@ -64,7 +64,8 @@ def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Rel
         waiting = tuple([queued for queued in state.waiting if queued is not seq])
         state = state._replace(waiting=waiting, host_pool=host_pool, ids=ids)
         return state, Released(seq.request, seq.length, computed=0, blocks=(), hashes=seq.hashes)
-    pool = blocks.release(state.pool, seq.blocks[::-1])
+    pool = prefix_sharing.publish_ends(state.pool, [(seq, seq.computed)], state.config)
+    pool = blocks.release(pool, seq.blocks[::-1])
     other_rows = [i for i, record in enumerate(active) if record is not seq]
     state = state._replace(running=state.running.pick(other_rows), pool=pool, ids=ids)
     # the blocks of its computed tokens alone
@@ -95,7 +96,7 @@ def adopt(
     if not released.computed or not has_room(state, policy, released):
         state = state._replace(waiting=(*state.waiting, seq))
         return state, Adopted(computed=0, blocks=(), copies=())
-    pool, table, copies = _place_blocks(state, released)
+    pool, table, copies = _place_blocks(state, seq, released)
     seq = seq._replace(computed=released.computed, blocks=table)
     active = state.running.concat(Running((seq,), (seq.length,), (seq.computed,)))
     admitted = Admitted(state.step, seq.request_id, seq.length, seq.computed)
@@ -105,7 +106,7 @@ def adopt(
 
 
 def _place_blocks(
-    state: SchedulerState, released: Released
+    state: SchedulerState, seq: Seq, released: Released
 ) -> tuple[BlockPool, tuple[int, ...], Pairs]:
     """Gives an adopted sequence its blocks, after `has_room` has counted the free ones.
 
@@ -126,7 +127,9 @@ def _place_blocks(
     for i, block in zip(to_copy, new_blocks, strict=False):
         table[i] = block
     keys = _keys(state, released)
-    pool = blocks.publish(pool, [(table[i], keys[i]) for i in to_copy if i < len(keys)])
+    kept = checkpoints.kept_entries(config, seq, 0, len(keys) // config.groups)
+    filled = [(table[i], keys[i]) for i in to_copy if i < len(keys) and kept[i]]
+    pool = blocks.publish(pool, filled)
     copies = tuple([(released.blocks[i], table[i]) for i in to_copy])
     return pool, (*table, *new_blocks[len(to_copy) :]), copies
 

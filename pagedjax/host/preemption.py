@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pagedjax.host import blocks
+from pagedjax.host import blocks, prefix_sharing
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, called, decision
 from pagedjax.host.state import SchedulerState
@@ -108,24 +108,27 @@ def _stop(
     """Stops the victims -> (state, (device block, host block) of the blocks to move; () if the
     victims are computed again).
     """
-    pool = state.pool
-    for victim in victims:
-        pool = blocks.release(pool, victim.blocks[::-1])
-    arrivals = {victim.arrival for victim in victims}
-    survivors = [i for i, seq in enumerate(candidates) if seq.arrival not in arrivals]
-    state = state._replace(pool=pool, running=state.running.pick(survivors))
-
     # a beam that waits for its siblings computes its last token again, because the engine drops
     # what it offered to the search
     victims = [
         victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims
     ]
+    swap = None
     have_content = all(victim.computed for victim in victims)
     if state.host_pool is not None and have_content and decision(policy, "swap", victims):
         swap = _swap_out(state.host_pool, victims, state.config)
-        if swap is not None:
-            host_pool, swapped, moves = swap
-            return state._replace(host_pool=host_pool, waiting=(*swapped, *state.waiting)), moves
+    pool = state.pool
+    if swap is None:  # it begins again behind what is found of it
+        texts = [(victim, victim.computed) for victim in victims]
+        pool = prefix_sharing.publish_ends(pool, texts, state.config)
+    for victim in victims:
+        pool = blocks.release(pool, victim.blocks[::-1])
+    arrivals = {victim.arrival for victim in victims}
+    survivors = [i for i, seq in enumerate(candidates) if seq.arrival not in arrivals]
+    state = state._replace(pool=pool, running=state.running.pick(survivors))
+    if swap is not None:
+        host_pool, swapped, moves = swap
+        return state._replace(host_pool=host_pool, waiting=(*swapped, *state.waiting)), moves
     emptied = [victim._replace(computed=0, blocks=()) for victim in victims]
     return state._replace(waiting=(*emptied, *state.waiting)), ()
 

@@ -4,9 +4,10 @@ step filled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
-from pagedjax.host import blocks, views
+from pagedjax.host import blocks, checkpoints, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import HOLE, Running, SchedulerConfig, Seq
 
@@ -19,7 +20,11 @@ def block_keys(hashes: Sequence[str], groups: int) -> Sequence[str]:
     """
     if groups == 1:
         return hashes
-    return [f"{key}.{group}" if group else key for key in hashes for group in range(groups)]
+    return [_key_of(key, group) for key in hashes for group in range(groups)]
+
+
+def _key_of(block_hash: str, group: int) -> str:
+    return f"{block_hash}.{group}" if group else block_hash
 
 
 def filling(
@@ -82,13 +87,17 @@ def _find_visible(
     """`find` where queries do not see all blocks: those that the next query does not see are
     holes.
     """
-    groups = config.groups
-    keys = block_keys(hashes, groups)
-    table = [pool.contents.get(key) or filling_now.get(key, HOLE) for key in keys]
-    cached = [[block != HOLE for block in table[group::groups]] for group in range(groups)]
+    contents = pool.contents
+
+    def block_of(number: int, group: int) -> int:
+        key = _key_of(hashes[number], group)
+        return contents.get(key) or filling_now.get(key, HOLE)
+
     views_of_groups = views.views_of(config, seq.request)
-    num_blocks = views.num_shareable(views_of_groups, cached)
-    return views.visible_table(views_of_groups, table[: num_blocks * groups])
+    num_blocks = views.num_shareable(
+        views_of_groups, len(hashes), lambda number, group: block_of(number, group) != HOLE
+    )
+    return views.visible_table(views_of_groups, num_blocks, block_of)
 
 
 def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
@@ -146,11 +155,59 @@ def publish(
         first = (ends[i] - counts[i]) // size
         last = min(ends[i] // size, len(seq.hashes))
         keys = block_keys(seq.hashes[first:last], groups)
-        filled += zip(seq.blocks[first * groups : last * groups], keys, strict=True)
+        entries = zip(seq.blocks[first * groups : last * groups], keys, strict=True)
+        if config.prefix_checkpoints is not None:
+            entries = compress(entries, checkpoints.kept_entries(config, seq, first, last))
+        filled += entries
     return (blocks.publish(pool, filled) if filled else pool), tuple(updated)
+
+
+def publish_ends(
+    pool: BlockPool, texts: Iterable[tuple[Seq, int]], config: SchedulerConfig
+) -> BlockPool:
+    """Publishes what a query behind the last full block of a text reads of groups with a window, if
+    texts are checkpoints (checkpoints.py). Their blocks are given back next.
+
+    Args:
+        texts: sequences that stop running, and the computed tokens of each.
+    """
+    policy = config.prefix_checkpoints
+    if policy is None or not policy.texts:
+        return pool
+    filled: list[tuple[int, str]] = []
+    groups = config.groups
+    for seq, computed in texts:
+        boundary = computed // config.block_size
+        if len(seq.hashes) < boundary:
+            continue
+        for group, view in enumerate(config.views):
+            if view.window is None:
+                continue
+            for i in range(view.first(boundary), boundary):
+                block = seq.blocks[i * groups + group]
+                if block != HOLE:
+                    filled.append((block, _key_of(seq.hashes[i], group)))
+    return blocks.publish(pool, filled)
+
+
+def junction(pool: BlockPool, seq: Seq, config: SchedulerConfig, num_shared: int) -> int:
+    """The number of first blocks of a sequence that are in the cache in all groups that see
+    everything, if that is more than the `num_shared` blocks that it can share; else 0.
+    """
+    policy = config.prefix_checkpoints
+    whole = [group for group, view in enumerate(config.views) if view.window is None]
+    if policy is None or not policy.junctions or not whole:
+        return 0
+    boundary = num_shared
+    for block_hash in seq.hashes[num_shared : (seq.length - 1) // config.block_size]:
+        keys = [_key_of(block_hash, group) for group in whole]
+        if not all([key in pool.contents for key in keys]):
+            break
+        boundary += 1
+    return boundary if boundary > num_shared else 0
 
 
 def _with_hashes(seq: Seq, hashes: tuple[str, ...]) -> Seq:
     """The sequence with other hashes; `_replace` takes three times as long."""
-    request, arrival, limit, length, computed, table, _, group = seq
-    return Seq(request, arrival, limit, length, computed, table, hashes, group)
+    request, arrival, limit, length, computed, table, _, group, junction = seq
+    return Seq(request, arrival, limit, length, computed, table, hashes, group, junction)

@@ -43,7 +43,7 @@ from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import POLICIES, Policy, find
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Event, Finished, Pending, Plan, Preempted, Released, Request
-from pagedjax.options.config import one_of
+from pagedjax.options.config import PrefixCheckpoints, one_of
 
 REMEDY = (
     "name one that was recorded, by llm.engine.record('run.jsonl') before llm.generate(...), "
@@ -394,7 +394,11 @@ def _header(
     try:
         fields = record["config"]
         views = [View(window, tuple(blocks)) for window, blocks in fields.get("views", ())]
-        config = SchedulerConfig(**fields | {"views": tuple(views)})
+        read = {
+            "views": tuple(views),
+            "prefix_checkpoints": PrefixCheckpoints.read(fields.get("prefix_checkpoints")),
+        }
+        config = SchedulerConfig(**fields | read)
         scheduler.init(config)
         return config, policies[record["policy"]], str(record["pagedjax"])
     except (KeyError, TypeError, ValueError) as error:

@@ -56,6 +56,7 @@ from immutables import Map
 from pagedjax.host import (
     blocks,
     branches,
+    checkpoints,
     policy_memory,
     prefix_sharing,
     request_limits,
@@ -133,6 +134,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
             raise ValueError(f"{name} is {value!r}; it must be True or False")
     one_of("reservation", config.reservation, get_args(Reservation))
     views.check_config(config)
+    checkpoints.check_config(config)
     return SchedulerState(
         config,
         pool=blocks.init(config.num_blocks),
@@ -353,8 +355,10 @@ def _give_blocks(
 
 def _with_table(active: Running, i: int, table: tuple[int, ...]) -> Seq:
     """The current record of a running sequence with another block table."""
-    request, arrival, limit, _, _, _, hashes, group = active.seqs[i]
-    return Seq(request, arrival, limit, active.lengths[i], active.computed[i], table, hashes, group)
+    request, arrival, limit, _, _, _, hashes, group, junction = active.seqs[i]
+    length = active.lengths[i]
+    computed = active.computed[i]
+    return Seq(request, arrival, limit, length, computed, table, hashes, group, junction)
 
 
 def _choose_rows(
@@ -545,6 +549,8 @@ def commit(
     pool, rows, forks = settle_blocks(state, rows, ended, grouped, hashes)
     active = advance_rows(state.running, rows, forks)
     if ended:
+        texts = [(rows.seqs[i], rows.computed[i]) for i in ended]
+        pool = prefix_sharing.publish_ends(pool, texts, state.config)
         pool = _release_blocks(pool, [rows.seqs[i] for i in ended])
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
     beamed: list[Event] = []
@@ -830,8 +836,10 @@ def cancel(
     for ended in (*dequeued, *stopped):
         names = ended.request.names
         events += [Finished(state.step, name, reason, ended.num_output) for name in names]
+    texts = [(seq, seq.computed) for seq in stopped]
+    pool = prefix_sharing.publish_ends(state.pool, texts, state.config)
     state = state._replace(
-        pool=_release_blocks(state.pool, stopped),
+        pool=_release_blocks(pool, stopped),
         host_pool=state.host_pool and _release_blocks(state.host_pool, dequeued),
         waiting=_except(queue, places),
         running=Running(

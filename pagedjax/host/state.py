@@ -27,6 +27,10 @@ def limits(
     """
     assert config.max_model_len is not None, "resolve the configuration first"
     assert config.num_blocks is not None, "resolve the configuration first"
+    checkpoints = config.prefix_checkpoints
+    assert not isinstance(checkpoints, str), "a configuration has options in place of a name"
+    if all(view.window is None for view in views_of_groups):
+        checkpoints = None  # a prefix is found at every boundary
     return SchedulerConfig(
         config.block_size,
         num_blocks=(config.num_blocks + 1) * max(1, len(views_of_groups)) - 1,
@@ -38,6 +42,7 @@ def limits(
         mixed_steps=config.mixed_steps,
         reservation=config.reservation,
         views=views_of_groups,
+        prefix_checkpoints=checkpoints,
     )
 
 

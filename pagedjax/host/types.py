@@ -5,6 +5,7 @@ Words and letters: docs/design/glossary.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from immutables import Map
 
 from pagedjax.host.kv_policies import View
-from pagedjax.options.config import Reservation
+from pagedjax.options.config import PrefixCheckpoints, Reservation
 
 __all__ = [
     "Admitted",
@@ -62,6 +63,15 @@ class SchedulerConfig(NamedTuple):
     views: tuple[View, ...] = ()
     # whether a sequence may use blocks that another row of the same step fills (prefix_sharing.py)
     shares_filling: bool = True
+    # where prefixes can be found in groups with a window (checkpoints.py); None: at every boundary
+    prefix_checkpoints: PrefixCheckpoints | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Its fields by name, as values of JSON."""
+        fields = self._asdict()
+        if self.prefix_checkpoints is not None:
+            fields["prefix_checkpoints"] = dataclasses.asdict(self.prefix_checkpoints)
+        return fields
 
     @property
     def groups(self) -> int:
@@ -129,6 +139,9 @@ class Seq(NamedTuple):
     hashes: tuple[str, ...] = ()
     # arrival of the first branch or beam of its request; None: it has no others
     group: int | None = None
+    # blocks of its beginning of which only the layers that see everything were in the cache when it
+    # entered (checkpoints.py); 0: none
+    junction: int = 0
 
     @property
     def request_id(self) -> str:
@@ -312,7 +325,17 @@ def current_seqs(
 ) -> tuple[Seq, ...]:
     """Records with the `length` and `computed` of their columns."""
     return tuple(
-        Seq(seq.request, seq.arrival, seq.limit, length, count, seq.blocks, seq.hashes, seq.group)
+        Seq(
+            seq.request,
+            seq.arrival,
+            seq.limit,
+            length,
+            count,
+            seq.blocks,
+            seq.hashes,
+            seq.group,
+            seq.junction,
+        )
         for seq, length, count in zip(seqs, lengths, computed, strict=True)
     )
 

@@ -19,7 +19,10 @@ computed (`peak_blocks`). The blocks that running sequences still need count as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import groupby, takewhile
+from typing import NamedTuple
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
@@ -62,50 +65,72 @@ def views_of(config: SchedulerConfig, request: Request) -> Views:
     return config.views or (ALL,)
 
 
+class Run(NamedTuple):
+    """Neighbouring groups with one view, from `first` to before `end`. Their entries are holes at
+    the same blocks.
+    """
+
+    view: View
+    first: int
+    end: int
+
+
+@lru_cache(maxsize=64)
+def runs_of(views: Views) -> tuple[Run, ...]:
+    """The groups as runs: a model with states has many groups of one view."""
+    runs: list[Run] = []
+    first = 0
+    for view, groups in groupby(views):
+        end = first + len(list(groups))
+        runs.append(Run(view, first, end))
+        first = end
+    return tuple(runs)
+
+
 def held(table: Sequence[int]) -> int:
     """The number of blocks in a table, without holes."""
     return len(table) - table.count(HOLE)
 
 
-def visible_table(views: Views, blocks_of_groups: Sequence[int]) -> tuple[int, ...]:
-    """A table of full blocks, with a hole for each block that the next query does not see.
+def visible_table(
+    views: Views, num_blocks: int, block_of: Callable[[int, int], int]
+) -> tuple[int, ...]:
+    """The table of a sequence's first blocks, with a hole for each that the next query does not
+    see.
 
     Args:
-        blocks_of_groups: the entries of a sequence's first blocks.
+        block_of: (number of a block, group) -> its block in the pool.
     """
-    table = list(blocks_of_groups)
     groups = len(views)
-    block = len(table) // groups  # the block of the next query
+    table = [HOLE] * (num_blocks * groups)
     for group, view in enumerate(views):
-        outside = view.outside(block)
-        for i in range(view.first(block)):
-            if i not in outside:
-                table[i * groups + group] = HOLE
+        for number in (*view.outside(num_blocks), *range(view.first(num_blocks), num_blocks)):
+            table[number * groups + group] = block_of(number, group)
     return tuple(table)
 
 
-def num_shareable(views: Views, cached: Sequence[Sequence[bool]]) -> int:
+def num_shareable(views: Views, num_blocks: int, is_cached: Callable[[int, int], bool]) -> int:
     """The most first blocks that a sequence can share, such that all that the next query sees is
     cached.
 
     Args:
-        cached: for each group, whether each block is in the cache.
+        num_blocks: how many it may share.
+        is_cached: (block, group) -> whether it is in the cache.
     """
-    num_blocks = min(map(len, cached), default=0)
-    fits = [True] * (num_blocks + 1)
-    for view, is_cached in zip(views, cached, strict=True):
-        run = 0  # cached blocks directly before `block`
-        misses_kept = False
-        kept_blocks = frozenset(view.kept)
-        for block in range(num_blocks + 1):  # the next query's, if all blocks before it are shared
-            first = view.first(block)
-            window_cached = run >= block - first
-            kept_cached = first == 0 or not misses_kept
-            fits[block] = fits[block] and window_cached and kept_cached
-            if block < num_blocks:
-                run = run + 1 if is_cached[block] else 0
-                misses_kept = misses_kept or (block in kept_blocks and not is_cached[block])
-    return max(block for block in range(num_blocks + 1) if fits[block])
+    for group, view in enumerate(views):
+        if view.window is None:
+            shared = (is_cached(block, group) for block in range(num_blocks))
+            num_blocks = sum(1 for _ in takewhile(bool, shared))
+    windows = [(group, view) for group, view in enumerate(views) if view.window is not None]
+    # from the longest beginning down, because mostly that one fits
+    for block in range(num_blocks, 0, -1):
+        if all(
+            is_cached(seen, group)
+            for group, view in windows
+            for seen in (*view.outside(block), *range(view.first(block), block))
+        ):
+            return block
+    return 0
 
 
 def peak_blocks(config: SchedulerConfig, request: Request, tokens: int, chunk: int) -> int:
@@ -116,13 +141,13 @@ def peak_blocks(config: SchedulerConfig, request: Request, tokens: int, chunk: i
     """
     per_group = blocks.needed(tokens, config.block_size)
     total = 0
-    for view in views_of(config, request):
-        if view.window is None:
-            total += per_group
-        else:
+    for view, first, end in runs_of(views_of(config, request)):
+        most = per_group
+        if view.window is not None:
             outside = len(view.outside(per_group - 1)) if per_group else 0
             window = view.window + blocks.needed(chunk - 1, config.block_size)
-            total += min(per_group, outside + window)
+            most = min(per_group, outside + window)
+        total += most * (end - first)
     return total
 
 
@@ -256,21 +281,29 @@ def drop(config: SchedulerConfig, pool: BlockPool, active: Running) -> tuple[Blo
     """Gives back the blocks of running sequences that no later query sees."""
     seqs = list(active.seqs)
     groups = config.groups
+    runs = [run for run in runs_of(config.views) if run.view.window is not None]
     freed: list[int] = []
     for i, seq in enumerate(seqs):
+        if seq.request.keeps_blocks:
+            continue
         query_block = position(active.lengths[i], active.computed[i]) // config.block_size
         table: list[int] | None = None
-        for group, view in enumerate(views_of(config, seq.request)):
+        for view, first, end in runs:
+            dropped: list[int] = []
             # before the last hole, all blocks that are not kept are holes
             for block in range(view.first(query_block) - 1, -1, -1):
                 if block in view.kept:
                     continue
-                entry = block * groups + group
-                if seq.blocks[entry] == HOLE:
+                if seq.blocks[block * groups + first] == HOLE:
                     break
-                table = table or list(seq.blocks)
-                freed.append(table[entry])
-                table[entry] = HOLE
+                dropped.append(block)
+            if not dropped:
+                continue
+            table = table or list(seq.blocks)
+            for group in range(first, end):
+                for block in dropped:
+                    freed.append(table[block * groups + group])
+                    table[block * groups + group] = HOLE
         if table:
             seqs[i] = seq._replace(
                 length=active.lengths[i], computed=active.computed[i], blocks=tuple(table)

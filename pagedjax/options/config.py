@@ -242,6 +242,65 @@ class KVPolicyOptions:
 
 
 @dataclass(frozen=True)
+class PrefixCheckpoints:
+    """At which boundaries between blocks a prefix can be found, in layers that do not see a whole
+    sequence (docs/design/prefix-caching.md#prefix-checkpoints).
+
+    interval: tokens between two such boundaries of a sequence, a multiple of block_size; 0: none.
+    prompts: the last boundary of a prompt that leaves a token of it to compute.
+    texts: the last boundary of what was computed, when a sequence ends or is preempted.
+    junctions: where the beginning ends that a sequence shares with earlier ones.
+    """
+
+    interval: Annotated[int, Integers(0)] = 0
+    prompts: bool = False
+    texts: bool = False
+    junctions: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, PrefixCheckpoints, "prefix_checkpoints.")
+        if not (self.interval or self.prompts or self.texts or self.junctions):
+            raise ValueError(
+                "prefix_checkpoints keeps nothing, so that no prefix would be found; give an "
+                "interval, or one of prompts, texts and junctions, or set "
+                "enable_prefix_caching=False"
+            )
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raises ValueError if the interval is not a number of whole blocks."""
+        if self.interval % block_size:
+            above = (self.interval // block_size + 1) * block_size
+            raise ValueError(
+                f"prefix_checkpoints.interval is {self.interval} tokens, and block_size is "
+                f"{block_size}; it must be a multiple, such as {above}"
+            )
+
+    @staticmethod
+    def read(value: Any) -> PrefixCheckpoints | None:
+        """Returns the policy that a value describes; None for "every".
+
+        Args:
+            value: None or "every": every boundary; "last": prompts and texts; a
+                `PrefixCheckpoints`, or a mapping of its fields (from YAML and the command line).
+
+        Raises:
+            ValueError: another name, an unknown field, or a policy that keeps nothing.
+        """
+        if value is None or isinstance(value, PrefixCheckpoints):
+            return value
+        if isinstance(value, Mapping):
+            fields = {str(name): item for name, item in value.items()}
+            return from_dict(PrefixCheckpoints, fields, where="prefix_checkpoints.")
+        if not isinstance(value, str):
+            raise ValueError(
+                f"prefix_checkpoints is {value!r}; it must be 'every', 'last', or a mapping such "
+                "as {'interval': 256, 'prompts': True}"
+            )
+        one_of("prefix_checkpoints", value, ("every", "last"))
+        return PrefixCheckpoints(prompts=True, texts=True) if value == "last" else None
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """How many devices share one model, by axis of the mesh (docs/design/devices.md).
 
@@ -355,6 +414,11 @@ class EngineConfig:
         tokens.
     free_window_blocks: give blocks back that lie before the windows of layers that have one. It
         changes no token.
+    prefix_checkpoints: where prefixes can be found in layers that keep a state or have a window, so
+        that their blocks push less out of the cache: "every" boundary between blocks (None), the
+        "last" ones of prompts and texts, or a `PrefixCheckpoints` as a mapping, such as
+        {"interval": 256, "prompts": True}. It changes no token, and nothing in models whose layers
+        all see everything.
     reservation: "none" is paging. With another value, a sequence gets one contiguous piece of the
         cache for its whole life when it enters, as in engines before paging (host/reservation.py).
         This needs enable_prefix_caching=False.
@@ -398,6 +462,8 @@ class EngineConfig:
     # __post_init__ makes options of a name
     kv_policy: KVPolicyOptions | str | NamedValue | None = None
     free_window_blocks: bool = True
+    # __post_init__ makes a `PrefixCheckpoints` of a name or a mapping
+    prefix_checkpoints: PrefixCheckpoints | str | None = None
     reservation: Reservation = "none"
     batch_invariant: bool = False
     enable_lora: bool = False
@@ -411,6 +477,10 @@ class EngineConfig:
         check_fields(self, EngineConfig)
         self._read_speculative()
         object.__setattr__(self, "kv_policy", KVPolicyOptions.read(self.kv_policy))
+        checkpoints = PrefixCheckpoints.read(self.prefix_checkpoints)
+        if checkpoints is not None:
+            checkpoints.check_block_size(self.block_size)
+        object.__setattr__(self, "prefix_checkpoints", checkpoints)
         object.__setattr__(self, "mesh", MeshConfig.read(self.mesh))
         object.__setattr__(self, "devices", checked_devices(self.devices, self.mesh))
         share = self.memory_fraction
@@ -498,7 +568,14 @@ class EngineConfig:
         return self.reservation != "none" or not (self.chunked_prefill and self.mixed_steps)
 
 
-NONE_STAYS = ("speculative", "mesh", "devices", "kv_policy", "model_family")
+NONE_STAYS = (
+    "speculative",
+    "mesh",
+    "devices",
+    "kv_policy",
+    "prefix_checkpoints",
+    "model_family",
+)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def _data(run: Run, labels: Mapping[str, str], decode: Decode | None) -> dict[st
     shown_labels = {number: shortened(label) for number, label in all_labels.items()}
     prompts = run.prompts if sum(map(len, run.prompts.values())) <= MAX_TOKENS else {}
     about = {
-        **facts(run.config._asdict(), run.policy, run.version),
+        **facts(run.config.record(), run.policy, run.version),
         "name": run.name,
         "timed": run.timed,
     }

@@ -65,7 +65,7 @@ class Live:
         if keep < 1:
             raise ValueError(f"keep is {keep}; a page shows at least 1 step")
         self._policy = find(policy) if isinstance(policy, str) else policy
-        self._about = facts(state.config._asdict(), self._policy.name, __version__)
+        self._about = facts(state.config.record(), self._policy.name, __version__)
         self._run = uuid4().hex[:12]
         self._keep = keep
         self._records: deque[Record] = deque(maxlen=keep)

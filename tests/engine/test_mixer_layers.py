@@ -182,6 +182,67 @@ def test_requests_with_one_prefix_that_arrive_together_share_no_block_of_the_ste
     assert plan.starts == (0, 8)
 
 
+# of each policy, the tokens that the prompts find in a second round, and that a third prompt finds
+# which shares 14 tokens with them
+CHECKPOINTS: dict[str, tuple[Any, list[int], int]] = {
+    "every": ("every", [12, 20, 16, 32], 12),
+    "last": ("last", [12, 20, 16, 32], 12),
+    "prompts": ({"prompts": True}, [12, 20, 16, 32], 12),
+    "interval": ({"interval": 8}, [8, 16, 16, 32], 8),
+    "texts": ({"texts": True}, [0, 0, 0, 0], 0),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_tokens_do_not_depend_on_which_states_are_kept(name, loaded, uncached):
+    policy, second_round, of_another = CHECKPOINTS[name]
+    llm = small_llm(loaded, block_size=4, prefix_checkpoints=policy)
+    cached = []
+    for _ in range(2):
+        outputs = llm.generate(prompts(), greedy(9))
+        assert [output.outputs[0].token_ids for output in outputs] == uncached
+        cached = [output.num_cached_tokens for output in outputs]
+    assert cached == second_round
+    another = llm.generate([[*prompts()[0][:14], 7, 7, 7]], greedy(1))[0]
+    assert another.num_cached_tokens == of_another
+    check_idle(llm.engine)
+
+
+@pytest.fixture(scope="module")
+def uncached(loaded) -> list[Any]:
+    """What an engine gives that shares nothing."""
+    llm = small_llm(loaded, block_size=4, enable_prefix_caching=False)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts(), greedy(9))]
+
+
+def test_a_conversation_goes_on_behind_the_end_of_its_text(loaded):
+    """The turn before ended with 24 computed tokens; its prompt alone had 15."""
+    first = prompts()[0]
+    found = []
+    for policy in ({"texts": True}, {"prompts": True}):
+        llm = small_llm(loaded, block_size=4, prefix_checkpoints=policy)
+        text = llm.generate([first], greedy(10))[0].outputs[0].token_ids
+        found.append(llm.generate([[*first, *text, 5, 6]], greedy(1))[0].num_cached_tokens)
+    assert found == [24, 12]
+
+
+def test_a_junction_is_kept_when_a_second_request_comes_to_it(loaded):
+    """The first one that diverges computes the shared beginning again, the next one finds it."""
+    llm = small_llm(loaded, block_size=4, prefix_checkpoints={"junctions": True, "texts": True})
+    shared = list(range(30, 46))
+    found = [
+        llm.generate([[*shared, n, n, n]], greedy(6))[0].num_cached_tokens for n in (60, 70, 80)
+    ]
+    assert found == [0, 0, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_preempted_sequences_go_on_behind_kept_states(name, loaded, expected):
+    llm = small_llm(loaded, **CASES["recomputed"], prefix_checkpoints=CHECKPOINTS[name][0])
+    check_same(tokens_of(llm, rounds=2), expected * 2)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a baseline": ({"mixed_steps": False}, "a baseline keeps every block in one table"),
     "a KV policy": ({"kv_policy": "streaming"}, "whose pages a kv_policy cannot thin out"),

@@ -24,14 +24,16 @@ from pagedjax.host.checker.moves import (
     moves,
     start,
 )
-from pagedjax.host.checker.search import explore
+from pagedjax.host.checker.search import Graph, explore
 from pagedjax.host.checker.worlds import World, worlds
+from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import FCFS, POLICIES, SHORTEST, WINDOW, Policy, by_key, find
 from pagedjax.host.policies.mlfq import mlfq
 from pagedjax.host.policies.srtf import srtf
 from pagedjax.host.policies.vtc import vtc
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Admitted, Finished, Submitted
+from pagedjax.options.config import PrefixCheckpoints
 from tests.refusals import refused
 
 STEP = Step((False,))
@@ -244,20 +246,51 @@ def unfolded(world: World, depth: int) -> Iterator[tuple[int, Move]]:
         frontier = following
 
 
-@pytest.mark.parametrize("name", ["queue", "cached_queue", "recompute", "swap", "prefix"])
-@pytest.mark.parametrize("policy", [FCFS, POLICIES["fair"], AGED], ids=lambda policy: policy.name)
-def test_a_search_without_folding_reaches_the_same_states_at_the_same_depths(name, policy):
-    world = world_of(policy, name, num_blocks=3)
+def check_depths(world: World, most: int) -> Graph:
+    """Compares the search with one that folds nothing, up to a depth -> the states that it reached."""
     depths = {folding.key_of(world, start(world)): 0}
-    for depth, move in unfolded(world, 5):
+    for depth, move in unfolded(world, most):
         depths.setdefault(folding.key_of(world, move.node), depth)
     graph = explore(world)
     folded = {
         key: graph.depths[number]
         for key, number in graph.numbers.items()
-        if graph.depths[number] <= 5
+        if graph.depths[number] <= most
     }
     assert folded == depths
+    return graph
+
+
+@pytest.mark.parametrize("name", ["queue", "cached_queue", "recompute", "swap", "prefix"])
+@pytest.mark.parametrize("policy", [FCFS, POLICIES["fair"], AGED], ids=lambda policy: policy.name)
+def test_a_search_without_folding_reaches_the_same_states_at_the_same_depths(name, policy):
+    check_depths(world_of(policy, name, num_blocks=3), 5)
+
+
+def with_states(world: World, checkpoints: PrefixCheckpoints) -> World:
+    """The world with a group of layers of states beside that of attention."""
+    config = world.config._replace(
+        num_blocks=2 * world.config.num_blocks,
+        views=(ALL, View(2)),
+        shares_filling=False,
+        prefix_checkpoints=checkpoints,
+    )
+    return world._replace(config=config)
+
+
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        PrefixCheckpoints(prompts=True, texts=True),
+        PrefixCheckpoints(interval=4, junctions=True),
+    ],
+    ids=["last", "interval and junctions"],
+)
+def test_every_request_ends_with_states_of_which_some_are_kept(checkpoints):
+    graph = check_depths(with_states(world_of(FCFS, "prefix", num_blocks=3), checkpoints), 4)
+    assert graph.exhausted
+    assert graph.fault is None
+    assert shortest_lasso(Places(graph)) is None
 
 
 def test_a_search_without_folding_finds_the_same_largest_numbers():

@@ -29,6 +29,7 @@ configs = st.builds(
     chunked_prefill=st.booleans(),
     reservation=st.sampled_from(["none", "none", "none", "oracle", "max"]),
     views=st.just(()),
+    prefix_checkpoints=st.none(),
 )
 drawn_requests = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 2), st.integers(0, 2)),

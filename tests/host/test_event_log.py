@@ -212,10 +212,13 @@ sizes = (
 usual = [
     *map(st.just, (True, True, "none")),
     drawn_views.at_most_one_group,
+    st.booleans(),
+    st.none(),
 ]
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
 modes = st.one_of(
-    st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways)
+    drawn_views.with_checkpoints(st.builds(SchedulerConfig, *sizes, *usual)),
+    st.builds(SchedulerConfig, *sizes, *ways, prefix_checkpoints=st.none()),
 )
 
 

@@ -15,9 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from pagedjax.host import replay, scheduler
 from pagedjax.host.event_log import Adopt, Commit, Recorder, Release, Schedule, Submit
+from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import Rejected, SchedulerConfig
 from pagedjax.host.types import Released, Request
+from pagedjax.options.config import PrefixCheckpoints
 from tests import drawn
 from tests.host.test_scheduler_machine import Driver, seeds, sizes, small_config
 from tests.refusals import refused
@@ -252,6 +254,27 @@ def test_the_recordings_of_both_sides_replay(tmp_path):
         in lines[1]
     )
     assert '"copies":[[4,4],[5,5]]' in lines[2], "the second one shares its first block"
+
+
+def test_an_adopted_sequence_publishes_the_checkpoints_of_its_states_alone():
+    checkpoints = PrefixCheckpoints(interval=8, texts=True)
+    config = SMALL._replace(
+        num_blocks=40, views=(ALL, View(2)), shares_filling=False, prefix_checkpoints=checkpoints
+    )
+    hashes = tuple(map(str, range(5)))
+    request = Request("a", 21, 8, hashes=hashes)
+    state = scheduler.submit(scheduler.init(config), request)
+    while not state.running.seqs or scheduler.running(state)[0].computed < 21:
+        state, plan = scheduler.schedule(state, FCFS)
+        state, _ = scheduler.commit(state, plan, [1] * len(plan.seqs))
+    attention = {*hashes}
+    assert {*state.pool.contents} == attention | {"1.1", "3.1"}  # boundaries 2 and 4 of blocks of 4
+    state, released = scheduler.release(state, "a")
+    assert {*state.pool.contents} == attention | {"1.1", "3.1", "4.1"}  # the text ends at 5
+    other, adopted = scheduler.adopt(scheduler.init(config), FCFS, released)
+    assert adopted.computed == 21
+    scheduler.check(other)
+    assert {*other.pool.contents} == attention  # of the states, it came with blocks 4 and 5 alone
 
 
 @pytest.mark.parametrize(

@@ -321,8 +321,9 @@ ways = {
     "mixed_steps": st.booleans(),
     "reservation": st.sampled_from(get_args(Reservation)),
     "views": st.just(()),
+    "prefix_checkpoints": st.none(),
 }
-configs = st.builds(SchedulerConfig, **sizes, **usual)
+configs = drawn_views.with_checkpoints(st.builds(SchedulerConfig, **sizes, **usual))
 baselines = st.builds(SchedulerConfig, **sizes, **ways)
 
 

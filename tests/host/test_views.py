@@ -19,6 +19,7 @@ from pagedjax.host import kv_policies, scheduler, views
 from pagedjax.host.kv_policies import ALL, KVPolicy, View, view
 from pagedjax.host.policies import FCFS
 from pagedjax.host.request_limits import Rejected
+from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import (
     HOLE,
     Beamed,
@@ -29,9 +30,10 @@ from pagedjax.host.types import (
     Sampled,
     SchedulerConfig,
 )
-from pagedjax.options.config import KVPolicyOptions
+from pagedjax.options.config import KVPolicyOptions, PrefixCheckpoints
 from tests import drawn
 from tests.host import drawn_views
+from tests.host.findable import Findable
 from tests.host.scheduler_steps import step
 from tests.host.test_event_log import chosen
 from tests.refusals import refused
@@ -261,8 +263,27 @@ class Cache:
         return reads
 
 
+def spelled(tokens: list[int], size: int) -> tuple[str, ...]:
+    """The hashes of full blocks: their tokens, and all before them."""
+    return tuple(" ".join(map(str, tokens[:end])) for end in range(size, len(tokens) + 1, size))
+
+
+def cancelled(findable: Findable, state: SchedulerState, name: str) -> SchedulerState:
+    """The state without a request; its text ends here."""
+    before = scheduler.running(state)
+    state, _ = scheduler.cancel(state, name, "stop")
+    left = {seq.arrival for seq in scheduler.running(state)}
+    for seq in before:
+        if seq.arrival not in left:
+            findable.end(seq, seq.hashes, seq.computed)
+    assert not findable.lose(state), "a cancellation lost content"
+    return state
+
+
 def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
     draw = random.Random(seed)
+    size = config.block_size
+    findable = Findable(config)
     tally = Counter()
     names = 0
     state = scheduler.init(config)
@@ -281,14 +302,13 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             family = draw.randrange(2)
             prompt = draw.randint(1, longest - 1)
             ids = [f"{names}{end}" for end in ("", *draw.choice(["", "", "", "b", "bc"]))]
-            full = prompt // config.block_size
             keep = draw.random() < 0.15
             request = Request(
                 ids[0],
                 prompt,
                 draw.randint(1, longest - prompt),
                 forks=tuple(ids[1:]),
-                hashes=tuple(f"{family}:{j}" for j in range(full)) if draw.random() < 0.8 else (),
+                hashes=spelled([family] * prompt, size) if draw.random() < 0.8 else (),
                 beams=draw.random() < 0.3 and len(ids) > 1,
                 keeps_blocks=keep,
             )
@@ -300,15 +320,19 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             tokens |= {name: [family] * prompt for name in ids}
             keeps |= set(ids) if keep else set()
         if busy and draw.random() < 0.05 and state.ids:
-            state, _ = scheduler.cancel(state, draw.choice(sorted(state.ids)))
+            state = cancelled(findable, state, draw.choice(sorted(state.ids)))
         if busy and draw.random() < 0.02:
             state = scheduler.restart(state)
+            findable.keys = set()
         drafts: dict[str, list[int]] = {}
         for seq in scheduler.running(state):
             if seq.length - seq.computed == 1 and draw.random() < 0.3:
                 drafts[seq.request_id] = [draw.randrange(50) for _ in range(draw.randint(1, 6))]
+        before = state
         state, plan = scheduler.schedule(state, FCFS, {name: len(d) for name, d in drafts.items()})
         scheduler.check(state)
+        tally["lost"] += findable.schedule(before, plan, state, scheduler.running(before))
+        tally["junctions"] += any(seq.junction for seq in plan.seqs)
         granted = dict(zip([seq.request_id for seq in plan.seqs], plan.drafts, strict=False))
         lengths = {
             seq.request_id: length for seq, length in zip(plan.seqs, plan.lengths, strict=True)
@@ -328,10 +352,25 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             if k := granted.get(name, 0):
                 samples[i] = (*drafts[name][: draw.randint(0, k)], samples[i])
             del tokens[name][length:]
+        ends: dict[str, int] = {}
+        hashes: dict[str, tuple[str, ...]] = {}
+        for i, seq in enumerate(plan.seqs):
+            name = seq.request_id
+            accepted = samples[i][:-1] if granted.get(name, 0) else ()
+            ends[name] = plan.starts[i] + plan.counts[i] - granted.get(name, 0) + len(accepted)
+            hashes[name] = seq.hashes
+            if seq.request.hashes and not seq.request.beams:
+                text = [*tokens[name], *accepted][: ends[name]]
+                hashes[name] += spelled(text, size)[len(seq.hashes) :]
+        new_hashes = {
+            seq.request_id: hashes[seq.request_id][len(seq.hashes) :] for seq in plan.seqs
+        }
         choices, over = chosen(state, plan, draw)
-        state, events = scheduler.commit(state, plan, samples, {}, choices)
+        state, events = scheduler.commit(state, plan, samples, new_hashes, choices)
+        finished = {event.request_id for event in events if isinstance(event, Finished)}
+        findable.commit(plan, ends, hashes, finished, state)
         for name in over:
-            state, _ = scheduler.cancel(state, name, "stop")
+            state = cancelled(findable, state, name)
         scheduler.check(state)
         for event in events:
             if isinstance(event, Sampled):
@@ -349,16 +388,20 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
     return tally
 
 
-configs = st.builds(
-    SchedulerConfig,
-    st.integers(1, 6),
-    st.integers(4, 60),
-    st.integers(2, 40),
-    st.integers(1, 6),
-    st.integers(12, 60),
-    st.sampled_from([0, 0, 12, 60]),
-    *map(st.just, (True, True, "none")),
-    drawn_views.any_groups,
+configs = drawn_views.with_checkpoints(
+    st.builds(
+        SchedulerConfig,
+        st.integers(1, 6),
+        st.integers(4, 60),
+        st.integers(2, 40),
+        st.integers(1, 6),
+        st.integers(12, 60),
+        st.sampled_from([0, 0, 12, 60]),
+        *map(st.just, (True, True, "none")),
+        drawn_views.any_groups,
+        st.booleans(),
+        st.none(),
+    )
 )
 
 
@@ -386,6 +429,13 @@ def test_the_driver_reaches_every_kind_of_event():
             host_blocks=draw.choice([0, 30]),
             views=views,
         )
+        if draw.random() < 0.5:
+            checkpoints = PrefixCheckpoints(
+                config.block_size * draw.randint(2, 4),
+                texts=draw.random() < 0.5,
+                junctions=draw.random() < 0.7,
+            )
+            config = config._replace(prefix_checkpoints=checkpoints)
         tally += drive(config, seed, steps=40)
     for kind in (
         "rejected",
@@ -396,5 +446,7 @@ def test_the_driver_reaches_every_kind_of_event():
         "beamed",
         "forked",
         "holes",
+        "lost",
+        "junctions",
     ):
         assert tally[kind] >= 8, f"{kind}: {tally}"

@@ -46,6 +46,15 @@ TAKEN = [
     ({"enable_chunked_prefill": False}, {"chunked_prefill": False}),
     ({"scheduling_policy": "priority"}, {"policy": "priority"}),
     ({"disable_hybrid_kv_cache_manager": True}, {"free_window_blocks": False}),
+    (
+        {"prefix_cache_retention_interval": 512},
+        {"prefix_checkpoints": {"interval": 512, "prompts": True, "junctions": True}},
+    ),
+    (
+        {"prefix_cache_retention_interval": 0},
+        {"prefix_checkpoints": {"interval": 0, "prompts": True, "junctions": True}},
+    ),
+    ({"prefix_cache_retention_interval": None}, {}),
     ({"async_scheduling": True}, {"lookahead": 1}),
     ({"async_scheduling": False}, {"lookahead": 0}),
     (

@@ -61,6 +61,8 @@ def key_of(world: World, node: Node) -> Key:
     content: tuple[Any, ...] = ()
     if state.pool.hashes:
         tables, content = _renamed_pool(state)
+        if state.config.prefix_checkpoints is not None:
+            content = (*content, tuple([seq.junction for seq in active.seqs]))
     else:
         tables = tuple([len(seq.blocks) for seq in active.seqs])
     letters = "".join(map(shape_of, ranked))

@@ -64,6 +64,14 @@ def _keep_window_blocks(_: str, value: Any) -> Mapping[str, Any]:
     return {} if value is None else {"free_window_blocks": not value}
 
 
+def _prefix_checkpoints(_: str, value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("it must be an integer of at least 0, or None")
+    return {"prefix_checkpoints": {"interval": value, "prompts": True, "junctions": True}}
+
+
 def _devices(_: str, value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
@@ -118,6 +126,11 @@ TABLE = (
     translation("scheduling_policy", "`policy`", _as("policy")),
     translation(
         "disable_hybrid_kv_cache_manager", "`free_window_blocks=False`", _keep_window_blocks
+    ),
+    translation(
+        "prefix_cache_retention_interval",
+        "`prefix_checkpoints`: an `interval`, `prompts` and `junctions`",
+        _prefix_checkpoints,
     ),
     translation("async_scheduling", "`lookahead` of 1 or 0; 0 with speculation", _lookahead),
     translation(
@@ -202,8 +215,8 @@ TABLE = (
     ),
     no_effect("enable_trace_replay", "every engine takes trace_decode_token_ids"),
     no_effect(
-        "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit "
-        "use_v2_block_manager num_lookahead_slots watermark scheduler_reserve_full_isl "
+        "prefix_caching_hash_algo prefix_match_unit use_v2_block_manager "
+        "num_lookahead_slots watermark scheduler_reserve_full_isl "
         "prefill_schedule_interval long_prefill_token_threshold "
         "long_prefill_token_threshold_adaptive max_num_partial_prefills max_long_partial_prefills "
         "preemption_mode scheduler_delay_factor num_scheduler_steps multi_step_stream_outputs "
@@ -236,7 +249,7 @@ TABLE = (
         "mamba_backend mamba_ssu_algorithm enable_mamba_shared_prefix_checkpoint "
         "replayssm_buffer_len use_replayssm enable_mamba_cache_stochastic_rounding "
         "mamba_cache_philox_rounds gdn_prefill_backend kda_prefill_backend kda_decode_backend",
-        "of layers that no model here has",
+        "a state has one layout here, and `prefix_checkpoints` says which ones are kept",
     ),
     no_effect(
         "allowed_local_media_path allowed_media_domains limit_mm_per_prompt language_model_only "

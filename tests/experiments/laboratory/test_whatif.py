@@ -27,9 +27,10 @@ from pagedjax import routing
 from pagedjax.commands.cli import main
 from pagedjax.engine.engine import Engine
 from pagedjax.host.event_log import Schedule, Submit
+from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import FCFS, POLICIES
 from pagedjax.host.replay import verify
-from pagedjax.host.types import Finished, Request, Sampled
+from pagedjax.host.types import Finished, Request, Sampled, SchedulerConfig
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
 from tests import drawn
@@ -585,6 +586,8 @@ def test_a_recording_without_times_is_counted_in_steps(tmp_path: Path, capsys):
         (["--set", "num_blocks=0"], "num_blocks is 0; it must be at least 1"),
         (["--set", "reservation=some"], "reservation is 'some'"),
         (["--set", "max_model_len=8"], "it must be|max_model_len"),
+        (["--set", "prefix_checkpoints=first"], "prefix_checkpoints is 'first'; it must be one"),
+        (["--set", "prefix_checkpoints=last"], "all layers .* see whole sequences"),
         (["--policy", "none_such"], "policy is 'none_such'; write one of"),
         (["--router", "none_such"], "router is 'none_such'; write one of"),
         (["--draws", "-1"], "draws is -1; it must be at least 0"),
@@ -617,6 +620,34 @@ def test_a_run_whose_queries_see_windows_says_what_it_keeps(tmp_path: Path, caps
     assert re.search(
         "block_size is 32, .* blocks of 16 tokens, .*; leave it as it was", capsys.readouterr().err
     )
+
+
+def test_the_states_that_are_kept_are_changed(tmp_path: Path, capsys):
+    """A second request of one prompt finds it at its end, or at a multiple of 32 tokens."""
+    path = tmp_path / "run.jsonl"
+    config = SchedulerConfig(
+        block_size=8,
+        num_blocks=60,
+        max_num_batched_tokens=64,
+        max_num_seqs=2,
+        max_model_len=100,
+        views=(ALL, View(2)),
+        shares_filling=False,
+    )
+    arrivals = [world.Arrival(20 * i, Request(name, 60, 4), 0) for i, name in enumerate("ab")]
+    world.drive(path, config, FCFS, arrivals)
+    other = tmp_path / "other.jsonl"
+    cached = []
+    for value in ("every", "last", "interval=32"):
+        setting = f"prefix_checkpoints={value}"
+        result = result_of(path, "--set", setting, "--record", str(other), "--draws", "0")
+        cached.append(result["totals"]["cached_tokens"]["changed"])
+        assert verify(other).identical
+    assert cached == [56, 56, 32]
+    assert '"prefix_checkpoints":{"interval":32,' in other.read_text()
+    page = tmp_path / "pair.html"
+    assert main(["view", str(path), str(other), "-o", str(page)]) == 0
+    capsys.readouterr()
 
 
 def test_what_is_not_exact_is_named(tmp_path: Path, capsys):
