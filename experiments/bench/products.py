@@ -6,8 +6,10 @@
 The model is SmolLM2-135M with random weights: 30 layers, without attention itself. A layer has four
 products: (1) norm, then queries, keys and values; (2) the output of attention; (3) norm, then gates
 and up; (4) down. Each implementation runs what it would run in a step, with norms, gates and
-residuals. Weights in blocks are multiplied with float32. Then a mixture of experts is timed (Qwen3-MoE's widths, one layer): 64 experts of which
-each token uses 8, beside 8 experts which all tokens use. Both have the same operations.
+residuals. Weights in blocks are multiplied with float32.
+
+Then a mixture of experts is timed (Qwen3-MoE's widths, one layer): 64 experts of which each token
+uses 8, beside 8 experts which all tokens use. Both have the same operations.
 """
 
 from __future__ import annotations
@@ -134,7 +136,9 @@ def measure_layers(
     rng = np.random.default_rng(0)
     ones = jnp.ones(HIDDEN, "bfloat16" if dtype == "bfloat16" else "float32")
     weights = {
-        impl: [random_weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in matrices_of(dtype)]
+        impl: [
+            random_weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in matrices_of(dtype)
+        ]
         for impl in impls
     }
     rows = []

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.linear.cpu import panels
 from pallas_kernels.linear.blocks import BLOCKS, restored
+from pallas_kernels.linear.cpu import panels
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 from pallas_kernels.shared.cpu.handler import Handler
 
@@ -197,9 +197,7 @@ def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
 
 
 def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
-    return panels.pack(
-        weight, gated=matrix.gated, matrices=matrix.count, blocks=matrix.blocks
-    )
+    return panels.pack(weight, gated=matrix.gated, matrices=matrix.count, blocks=matrix.blocks)
 
 
 def unpack(packed: Any, matrix: Matrix) -> np.ndarray:

@@ -123,9 +123,7 @@ def _halves(builder, address):
     bits = builder.zext(bits, integers)
     magnitude = builder.and_(bits, uniform(integers, 0x7FFF))
     sign = builder.shl(builder.and_(bits, uniform(integers, 0x8000)), uniform(integers, 16))
-    normal = builder.bitcast(
-        builder.shl(magnitude, uniform(integers, 13)), float_vector(FULL)
-    )
+    normal = builder.bitcast(builder.shl(magnitude, uniform(integers, 13)), float_vector(FULL))
     normal = builder.fmul(normal, constant(2.0**112))
     # XLA's threads would treat the bits of a subnormal number as zero
     subnormal = builder.sitofp(magnitude, float_vector(FULL))
