@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedjax.device.formats import is_stored
+from pagedjax.device.formats.blocks import Parts, recoded, rows_of_parts
 from pagedjax.device.linear import BLOCKS
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
-from pallas_kernels.linear.blocks import Parts, recoded, rows_of_parts
 
 
 class Encoding(NamedTuple):

@@ -17,7 +17,9 @@ import numpy as np
 
 from pagedjax.device.formats.format import Array, Format
 from pagedjax.device.linear import BLOCKS, Blocks, Matrix, linear
-from pallas_kernels.linear.blocks import Parts, restored, rows_of_parts
+from pallas_kernels.linear.blocks import Parts, recoded, restored, rows_of_parts
+
+__all__ = ["FORMATS", "ROUNDED", "Parts", "pack", "recoded", "rows_of_parts"]
 
 ROWS = 1024  # that are rounded at a time: their float32 copy has up to eight times the bytes
 
