@@ -131,9 +131,9 @@ def beside(load: Callable[[], Any]) -> float:
     before = status()
     params = load()
     after = status()
-    sizes = [(leaf.nbytes, leaf.size) for leaf in jax.tree.leaves(params)]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     peak = after["VmHWM"] - after["RssFile"] - before["RssAnon"]
-    return (peak - sum(size for size, _ in sizes)) / LARGEST
+    return (peak - size) / LARGEST
 
 
 def status() -> dict[str, int]:

@@ -75,6 +75,7 @@ from pallas_kernels.linear.cpu.job import (
 from pallas_kernels.linear.cpu.vectors import (
     BFLOAT16,
     COLUMNS,
+    FLOAT32,
     PAIRS,
     PANEL,
     add_16,
@@ -90,6 +91,7 @@ from pallas_kernels.linear.cpu.vectors import (
     sum_of_squares,
     transpose,
     widen,
+    widen_blocks,
     write_16,
     write_columns,
 )
@@ -126,6 +128,9 @@ MAX_DEPTH = 2048
 GROUP_BYTES = 400 << 10  # most bytes of the panels of an item, so that they stay in a core's cache
 GROUP_PANELS = 16  # most panels of an item
 CHUNK_TILES = 16  # most tiles of an item whose sums wait in memory, because its steps are cut
+WIDENED_TILES = (
+    3  # fewest tiles of an item for which panels of blocks are widened before they are used
+)
 MIN_TILES = 8  # fewest tiles of an item, in a call that has at least twice as many
 SUMS = 4 * PANEL * COLUMNS  # bytes of a tile's sums
 SCALES_BYTES = 4 * 4 * PANEL  # bytes of a panel's scales and biases, and of scratch
@@ -228,6 +233,33 @@ def _pack_tile(job, tile, norm, rows):
 @compiled_apart
 def _multiply_tile(columns, w, x, count, sums, next_weight, stride):
     multiply(WEIGHT_SIZE, columns, w, x, count, sums, next_weight, stride)
+
+
+@compiled_apart
+def _multiply_widened_tile(columns, w, x, count, sums, next_weight, stride):
+    multiply(FLOAT32, columns, w, x, count, sums, next_weight, stride)
+
+
+@compiled_apart
+def _widen_panel(w, count, out):
+    widen_blocks(WEIGHT_SIZE, w, count, out)
+
+
+@compiled
+def _multiply_panel(columns, w, widened, x, count, sums, next_weight, stride):
+    """Adds the products of `count` steps of a panel to a tile's sums.
+
+    widened: address of the same weights as float32, or 0.
+    """
+    if STEP_INPUTS > 1:
+        if widened != 0:
+            inputs = count * STEP_INPUTS
+            input_stride = -(-stride // STEP_INPUTS)
+            _multiply_widened_tile(columns, widened, x, inputs, sums, next_weight, input_stride)
+        else:
+            _multiply_tile(columns, w, x, count, sums, next_weight, stride)
+    else:
+        _multiply_tile(columns, w, x, count, sums, next_weight, stride)
 
 
 @compiled
@@ -399,6 +431,14 @@ def _compute_item(job, item, sums):
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
         for panel in range(first, end):
             _load_scales_and_biases(job, panel, matrix, scales + SCALES_BYTES * (panel - first))
+    widened = 0
+    float_step_bytes = 4 * PANEL * STEP_INPUTS
+    float_panel_bytes = steps * float_step_bytes
+    if STEP_INPUTS > 1 and tiles >= WIDENED_TILES:
+        widened = scales + SCALES_BYTES * GROUP_PANELS
+        for panel in range(first, end):
+            panel_weight = weight + (panel - first) * panel_bytes
+            _widen_panel(panel_weight, steps, widened + (panel - first) * float_panel_bytes)
     for start in range(0, steps, depth):
         count = min(depth, steps - start)
         next_start = step_bytes * start // tiles
@@ -415,27 +455,37 @@ def _compute_item(job, item, sums):
                     clear(tile_sums, columns)
                 if start + count == steps:
                     _prefetch_results(job, panel, entry)
-                _multiply_tile(columns, w, x, count, tile_sums, fetched_panel, stride)
+                floats = 0
+                if widened != 0:
+                    floats = (
+                        widened + (panel - first) * float_panel_bytes + float_step_bytes * start
+                    )
+                _multiply_panel(columns, w, floats, x, count, tile_sums, fetched_panel, stride)
                 if start + count == steps:
                     panel_scales = scales + SCALES_BYTES * (panel - first)
                     _finish_tile(job, panel, entry, tile_sums, panel_scales)
 
 
 @compiled
-def _scratch_bytes(k, steps):
+def _scratch_bytes(job):
     """Returns the bytes of scratch memory of a thread.
 
-    First it holds rows of x and weights of the norm, then sums of an item. It has 128 bytes more,
-    because its beginning is moved to a multiple of 64 bytes.
+    First it holds rows of x and weights of the norm, then sums of an item, and panels that are
+    widened. It has 128 bytes more, because its beginning is moved to a multiple of 64 bytes.
     """
+    k = load_word(job + K)
+    steps = load_word(job + STEPS)
     sums = SUMS * (1 if steps * STEP_INPUTS <= MAX_DEPTH else CHUNK_TILES * GROUP_PANELS)
-    return max((FULL + 1) * bytes_of_row(k), sums + SCALES_BYTES * GROUP_PANELS) + 128
+    item = sums + SCALES_BYTES * GROUP_PANELS
+    if STEP_INPUTS > 1 and load_word(job + TILES) >= WIDENED_TILES:
+        item += load_word(job + GROUP) * steps * STEP_INPUTS * 4 * PANEL
+    return max((FULL + 1) * bytes_of_row(k), item) + 128
 
 
 @compiled_apart
 def _run_items(job):
     """Packs tiles until none is left, waits for those of other threads, and computes items."""
-    allocated = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
+    allocated = malloc(_scratch_bytes(job))
     scratch = rounded_up(allocated, 64)
     tiles = load_word(job + TILES)
     items = load_word(job + ITEMS)
@@ -608,7 +658,10 @@ def _make_job(frame, workers):
     computed_panels = end_panel - first_panel
     panel_bytes = steps * STEP_BYTES
     inputs = steps * STEP_INPUTS
-    max_chunks, group = _split(tiles, computed_panels, panel_bytes, inputs, matrices, workers)
+    cached_bytes = panel_bytes  # of a panel that many tiles use
+    if STEP_INPUTS > 1:
+        cached_bytes = inputs * 4 * PANEL
+    max_chunks, group = _split(tiles, computed_panels, cached_bytes, inputs, matrices, workers)
     chunks_at = JOB_BYTES + 8 * TILE_WORDS * tiles
     low_at = rounded_up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
     low_bytes = low_rank.room(frame, dim(argument(frame, X_OPERAND), 0)) if LOW else 0

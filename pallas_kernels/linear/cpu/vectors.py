@@ -141,6 +141,18 @@ def _scales(builder, blocks, address, vector):
     return load(builder, address, ir.Constant(WORD, 0), FULL)
 
 
+def _header(builder, blocks, block, vectors):
+    """Returns ((scales, offsets or None) of each of the vectors, address of the numbers)."""
+    scales_bytes = ir.Constant(WORD, PANEL * blocks.scale_bytes)
+    scales = [_scales(builder, blocks, block, v) for v in vectors]
+    offsets = [None for _ in vectors]
+    numbers = builder.add(block, scales_bytes)
+    if blocks.offset:
+        offsets = [_scales(builder, blocks, numbers, v) for v in vectors]
+        numbers = builder.add(numbers, scales_bytes)
+    return list(zip(scales, offsets, strict=True)), numbers
+
+
 def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
     """Returns the weights of 8 inputs of a block, for 16 outputs: a vector for each input.
 
@@ -214,21 +226,15 @@ def _add_inputs(builder, kind, columns, vectors, w, x, count, totals, next_weigh
 def _add_blocks(builder, blocks, columns, vectors, w, x, count, totals, next_weight, stride):
     """Adds the products of all inputs of a panel, one after the other, block by block."""
     step_bytes = PANEL * blocks.bytes
-    scales_bytes = PANEL * blocks.scale_bytes
     with each_index(builder, count) as index:
         _fetch_lines(builder, next_weight, index, stride, step_bytes)
         block = _at(builder, w, index, step_bytes)
-        scales = [_scales(builder, blocks, block, v) for v in vectors]
-        offsets = [None for _ in vectors]
-        numbers = builder.add(block, ir.Constant(WORD, scales_bytes))
-        if blocks.offset:
-            offsets = [_scales(builder, blocks, numbers, v) for v in vectors]
-            numbers = builder.add(numbers, ir.Constant(WORD, scales_bytes))
+        panel_scales, numbers = _header(builder, blocks, block, vectors)
         first_place = builder.mul(index, ir.Constant(WORD, columns * blocks.inputs))
         with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
             rows = [
                 _block_weights(builder, blocks, numbers, part, v, scale, offset)
-                for v, scale, offset in zip(vectors, scales, offsets, strict=True)
+                for v, (scale, offset) in zip(vectors, panel_scales, strict=True)
             ]
             part_place = builder.mul(part, ir.Constant(WORD, columns * WORD_NUMBERS))
             place = builder.add(first_place, part_place)
@@ -274,6 +280,25 @@ def multiply(builder, kind, columns, w, x, count, sums, next_weight, stride):
         _add_tile(builder, kind.constant, width, w, x, count, sums, next_weight, stride)
 
     each_case(builder, columns, range(1, COLUMNS + 1), add_tile)
+
+
+@instruction
+def widen_blocks(builder, kind, w, count, out):
+    """out [inputs, 32] = the weights of `count` blocks of a panel, as float32."""
+    blocks = BLOCKS_BY_CODE.get(kind.constant)
+    if blocks is None:
+        return
+    with each_index(builder, count) as index:
+        panel_scales, numbers = _header(
+            builder, blocks, _at(builder, w, index, PANEL * blocks.bytes), (0, 1)
+        )
+        block_out = _at(builder, out, index, 4 * PANEL * blocks.inputs)
+        with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
+            part_out = _at(builder, block_out, part, 4 * PANEL * WORD_NUMBERS)
+            for v, (scale, offset) in enumerate(panel_scales):
+                weights = _block_weights(builder, blocks, numbers, part, v, scale, offset)
+                for i, vector in enumerate(weights):
+                    store(builder, vector, part_out, ir.Constant(WORD, PANEL * i + FULL * v))
 
 
 def _prefetch(written):
