@@ -96,7 +96,7 @@ def test_packed_rows_are_unpacked_and_found(name, impl):
         chex.assert_trees_all_equal(kernel.unpack(packed, matrix), rows)
         if not matrix.gated:
             ids = np.array([0, 69, 31, 32, 31])
-            gathered = kernel.gather(jax.device_put(packed), matrix, ids)
+            gathered = kernel.gather(jax.device_put(packed), matrix, jnp.asarray(ids))
             chex.assert_trees_all_equal(np.asarray(gathered), restored(rows, blocks, np)[ids])
 
 
@@ -165,9 +165,10 @@ def test_rows_that_are_no_blocks_are_refused():
 
 def test_an_implementation_without_gates_of_this_kind_is_named():
     matrix = Matrix(64, 32, True, blocks=BLOCKS["q4_0"])
-    rows = np.zeros((64, 18), np.uint8)
+    x = jnp.zeros((3, 32))
+    rows = jnp.zeros((64, 18), jnp.uint8)
     with pytest.raises(ValueError, match="has the gates silu, gelu_tanh and not 'gelu'"):
-        linear(np.zeros((3, 32), np.float32), rows, matrix, impl="cpu", activation="gelu")
+        linear(x, rows, matrix, impl="cpu", activation="gelu")
 
 
 PROGRAM = """

@@ -107,6 +107,7 @@ def test_floats_are_rounded_as_the_gguf_package_rounds_them(name):
 
 def test_each_matrix_has_the_format_of_its_encoding_and_the_numbers_of_the_file(file):
     model = load_model(file, weight_dtype="stored").model
+    assert isinstance(model.config.stored, tuple)
     formats = dict(model.config.stored)
     for layer in range(2):
         assert formats[f"blocks.{layer}.attn.qkv.weight"] == "q5_k"  # holds Q4_1 and Q5_0
@@ -131,7 +132,7 @@ def test_each_matrix_has_the_format_of_its_encoding_and_the_numbers_of_the_file(
 def test_tokens_are_those_of_the_widened_weights(kind, impl, request):
     """With the CPU kernel their log-probabilities have the same bits."""
     path = request.getfixturevalue(kind)
-    options = SMALL | {"linear_impl": impl}
+    options: dict[str, Any] = SMALL | {"linear_impl": impl}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     stored, widened = (
         LLM(path, weight_dtype=weight_dtype, **options).generate(PROMPTS, params)
@@ -147,7 +148,7 @@ def test_tokens_are_those_of_the_widened_weights(kind, impl, request):
 @pytest.mark.optimised
 def test_smollm2_in_its_own_4_bits_says_what_it_says_in_float32():
     """The same bits, in a fifth of the memory."""
-    options = SMALL | {"max_model_len": 256, "num_blocks": 64}
+    options: dict[str, Any] = SMALL | {"max_model_len": 256, "num_blocks": 64}
     prompts = ["Once upon a time", "The capital of France is", "def fibonacci(n):"]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
     results = []
@@ -164,7 +165,7 @@ def test_smollm2_in_its_own_4_bits_says_what_it_says_in_float32():
 def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
     folder = tiny_llama(tmp_path, heads=4, kv_heads=2, head_dim=32, intermediate=128)
     path = tiny_gguf(tmp_path / "m.gguf", folder, matrices={"": "Q4_1", "embed": "Q8_0"})
-    options = SMALL | {"weight_dtype": "stored"}
+    options: dict[str, Any] = SMALL | {"weight_dtype": "stored"}
     one = LLM(path, linear_impl="xla", **options)
     two = LLM(path, mesh={"tensor": 2}, **options)
     assert texts(one) == texts(two)
