@@ -128,9 +128,8 @@ MAX_DEPTH = 2048
 GROUP_BYTES = 400 << 10  # most bytes of the panels of an item, so that they stay in a core's cache
 GROUP_PANELS = 16  # most panels of an item
 CHUNK_TILES = 16  # most tiles of an item whose sums wait in memory, because its steps are cut
-WIDENED_TILES = (
-    3  # fewest tiles of an item for which panels of blocks are widened before they are used
-)
+# Fewest tiles of an item for which panels of blocks are widened before they are multiplied
+WIDENED_TILES = 3
 MIN_TILES = 8  # fewest tiles of an item, in a call that has at least twice as many
 SUMS = 4 * PANEL * COLUMNS  # bytes of a tile's sums
 SCALES_BYTES = 4 * 4 * PANEL  # bytes of a panel's scales and biases, and of scratch
