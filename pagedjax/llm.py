@@ -27,7 +27,7 @@ from pagedjax.engine.processes.engines import FollowerEngine, LeaderEngine, make
 from pagedjax.engine.processes.join import joined
 from pagedjax.engine.session import GenerationRequest, Params, Session, output_of
 from pagedjax.host.types import Pending
-from pagedjax.options.config import Compilation, EngineConfig, from_dict
+from pagedjax.options.config import AS_STORED, Compilation, EngineConfig, from_dict
 from pagedjax.options.params import (
     BeamSearchParams,
     LoRARequest,
@@ -733,6 +733,8 @@ def _prepare_kernels(config: EngineConfig) -> None:
         query_dtype=dtype,
         invariant=config.batch_invariant,
     )
+    if config.weight_dtype == AS_STORED:  # then the file says what is prepared
+        return
     linear_impl: Any = config.linear_impl  # no mapping any more
     linear.prepare(
         linear_impl,

@@ -1,12 +1,15 @@
 """How fast are the products of a model's layers, by each implementation in turn?
 
-    python -m experiments.bench.products [--dtypes float32 bfloat16 int8] [--tokens 1 8 64 512] [--json out.json]
+    python -m experiments.bench.products [--dtypes float32 bfloat16 int8 q4_1] [--tokens 1 8 64 512]
+                                         [--json out.json]
 
 The model is SmolLM2-135M with random weights: 30 layers, without attention itself. A layer has four
 products: (1) norm, then queries, keys and values; (2) the output of attention; (3) norm, then gates
 and up; (4) down. Each implementation runs what it would run in a step, with norms, gates and
-residuals. Then a mixture of experts is timed (Qwen3-MoE's widths, one layer): 64 experts of which
-each token uses 8, beside 8 experts which all tokens use. Both have the same operations.
+residuals. Weights in blocks are multiplied with float32.
+
+Then a mixture of experts is timed (Qwen3-MoE's widths, one layer): 64 experts of which each token
+uses 8, beside 8 experts which all tokens use. Both have the same operations.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from experiments.bench.harness import (
     second_run,
     write_report,
 )
-from pallas_kernels.linear import IMPLS, Matrix, Norm, linear
+from pallas_kernels.linear import BLOCKS, IMPLS, Blocks, Matrix, Norm, linear
+from pallas_kernels.linear.blocks import Parts, rows_of_parts
 
 HIDDEN = 576
 WIDTH = 1536
@@ -50,7 +54,13 @@ SCALE = 1 / INT8_ONE
 
 
 def random_weight(rng: np.random.Generator, matrix: Matrix, dtype: str, impl: str) -> jax.Array:
-    """A matrix of random numbers, as the implementation stores it."""
+    """A matrix of random numbers, as the implementation stores it.
+
+    dtype: also the name of blocks, which the matrix has then too.
+    """
+    if matrix.blocks is not None:
+        rows = _random_blocks(rng, matrix.outputs, matrix.inputs, matrix.blocks)
+        return jax.device_put(IMPLS[impl].pack(rows, matrix))
     # 24 is the root of HIDDEN
     numbers = (rng.random((matrix.outputs, matrix.inputs), np.float32) - 0.5) / 24
     if dtype == "int8":
@@ -58,6 +68,21 @@ def random_weight(rng: np.random.Generator, matrix: Matrix, dtype: str, impl: st
     else:
         stored = numbers.astype(np_dtype(dtype))
     return jax.device_put(IMPLS[impl].pack(stored, matrix))
+
+
+def _random_blocks(
+    rng: np.random.Generator, outputs: int, inputs: int, blocks: Blocks
+) -> np.ndarray:
+    """Rows of random numbers in blocks: [outputs, bytes]."""
+    cells = outputs, inputs // blocks.inputs
+    numbers = rng.integers(-blocks.zero, 16 - blocks.zero, (*cells, blocks.inputs), np.int8)
+    scales = np.full(cells, SCALE, np.float32)
+    return rows_of_parts(Parts(numbers, scales, -8 * scales), blocks, np)
+
+
+def matrices_of(dtype: str) -> list[Matrix]:
+    """The matrices of a layer, with weights of a dtype or in blocks."""
+    return [matrix._replace(blocks=BLOCKS.get(dtype)) for matrix in LAYER]
 
 
 def np_dtype(dtype: str) -> Any:
@@ -71,7 +96,7 @@ def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
         return jnp.full(matrix.outputs, SCALE, jnp.float32) if dtype == "int8" else None
 
     def run(x: jax.Array, weights: Sequence[jax.Array], ones: jax.Array) -> jax.Array:
-        qkv, out, up, down = LAYER
+        qkv, out, up, down = matrices_of(dtype)
         norm = Norm(ones, 1e-5)
         for i in range(0, len(weights), len(LAYER)):
             qkv_w, out_w, up_w, down_w = weights[i : i + len(LAYER)]
@@ -111,7 +136,9 @@ def measure_layers(
     rng = np.random.default_rng(0)
     ones = jnp.ones(HIDDEN, "bfloat16" if dtype == "bfloat16" else "float32")
     weights = {
-        impl: [random_weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in LAYER]
+        impl: [
+            random_weight(rng, m, dtype, impl) for _ in range(LAYERS) for m in matrices_of(dtype)
+        ]
         for impl in impls
     }
     rows = []
@@ -178,8 +205,8 @@ def measure_experts(tokens: Sequence[int], repeats: int) -> list[dict[str, Any]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = bench_parser(__doc__, model=False)
-    dtypes = ("float32", "bfloat16", "int8")
-    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    dtypes = ("float32", "bfloat16", "int8", "q4_1")
+    parser.add_argument("--dtypes", nargs="+", choices=(*dtypes, *BLOCKS), default=dtypes)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--impls", nargs="+", choices=sorted(IMPLS), default=["cpu", "xla"])
     parser.add_argument(

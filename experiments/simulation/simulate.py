@@ -72,7 +72,7 @@ from pagedjax.host.types import (
     Seq,
     StepResult,
 )
-from pagedjax.options.config import EngineConfig, check_model_len
+from pagedjax.options.config import AS_STORED, EngineConfig, check_model_len
 from pagedjax.options.own_names import names_own_value
 from pagedjax.options.params import SamplingParams
 from pagedjax.weights.families import own_family
@@ -698,6 +698,10 @@ class _Tokenizer:
 def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
     """The sizes of the simulated model, with the bytes of its weights and of the cache."""
     dtype = config.dtype or "bfloat16"
+    if config.weight_dtype == AS_STORED:
+        raise ValueError(
+            "weight_dtype is 'stored', and a simulation reads no weights; simulate 'int8' or a dtype"
+        )
     stored = formats.find(formats.name_of(config.weight_dtype))
     weight_bytes = np_dtype(stored.numbers_dtype(config.weight_dtype or dtype)).itemsize
     kv_bytes = np_dtype(config.kv_cache_dtype or dtype).itemsize

@@ -759,14 +759,14 @@ def _add_cache_option(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `start_options` and `engine_options` read."""
-    from pagedjax.options.config import STORED_FORMATS
+    from pagedjax.options.config import AS_STORED, STORED_FORMATS
 
     _add_cache_option(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument(
         "--weight-dtype",
-        choices=tuple(STORED_FORMATS),
-        help="matrices in 8 bits, with a scale a row",
+        choices=(*STORED_FORMATS, AS_STORED),
+        help="matrices in 8 bits, with a scale a row; or as they are stored in a GGUF file",
     )
     parser.add_argument(
         "--kv-cache-dtype",

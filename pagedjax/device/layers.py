@@ -44,13 +44,19 @@ class Weight(nnx.Param):
 
 
 def add_weight(
-    module: nnx.Module, name: str, matrix: Matrix, dtype: str, stored: str | None, impl: str
+    module: nnx.Module, name: str, matrix: Matrix, dtype: str, stored: formats.Stored, impl: str
 ) -> None:
     """Gives a module the arrays of a matrix as attributes: the `Weight` by the name `name`, and the
     other arrays of the format by `name` and their suffixes. All are zeros, in the shapes in which
     they are stored before an implementation packs them.
+
+    Where matrices have several formats, this one has floats until the decoder stores it
+    (`store_matrices`).
     """
+    if isinstance(stored, tuple):
+        stored = None
     stored_format = formats.find(stored)
+    matrix = matrix._replace(blocks=stored_format.blocks)
     for array in stored_format.arrays:
         blank = jnp.zeros(array.shape(matrix), array.dtype or dtype)
         is_numbers = array is stored_format.arrays[0]
@@ -60,6 +66,18 @@ def add_weight(
             else nnx.Param(blank)
         )
         setattr(module, name + array.suffix, variable)
+
+
+def store_matrices(model: nnx.Module, stored: formats.Stored, dtype: str) -> None:
+    """Gives matrices of a model the formats that are listed by their names."""
+    for name, format_name in stored if isinstance(stored, tuple) else ():
+        *path, last = name.split(".")
+        module: Any = model
+        for key in path:
+            module = module[int(key)] if key.isdigit() else getattr(module, key)
+        weight = getattr(module, last)
+        if isinstance(weight, Weight):  # and not the table of an embedding, which has its format
+            add_weight(module, last, weight.matrix, dtype, format_name, weight.impl)
 
 
 def stored_arrays(module: nnx.Module, name: str, stored: str | None) -> list[jax.Array]:
@@ -84,7 +102,7 @@ class Linear(nnx.Module):
     """x [T, in] -> [T, out], by a weight [out, in] (+ bias).
 
     gated: the weight has 2 out rows, and the first half are the gates of the second.
-    stored: the name of a format of `device.formats`; None is floats.
+    stored: as in `DecoderConfig`.
     impl: a name of `device.linear`.
     axes: of a mesh whose devices each have a part of the inputs. The products of the devices are
         added in float32, and then rounded.
@@ -98,7 +116,7 @@ class Linear(nnx.Module):
         bias: bool = False,
         gated: bool = False,
         dtype: str,
-        stored: str | None = None,
+        stored: formats.Stored = None,
         impl: str = "xla",
         axes: tuple[str, ...] = (),
     ):

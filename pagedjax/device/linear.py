@@ -6,15 +6,28 @@ is "folder/file.py:NAME" or "module:NAME".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pagedjax.options.own_values import own_value
-from pallas_kernels.linear import IMPLS, Implementation, LowRank, Matrix, Norm, linear
+from pallas_kernels.linear import (
+    BLOCKS,
+    IMPLS,
+    Blocks,
+    Implementation,
+    LowRank,
+    Matrix,
+    Norm,
+    linear,
+)
 from pallas_kernels.linear.cpu import differentiable
+from pallas_kernels.linear.implementation import rows_of
 
 __all__ = [
+    "BLOCKS",
     "DIFFERENTIABLE",
     "IMPLS",
+    "Blocks",
     "Implementation",
     "LowRank",
     "Matrix",
@@ -24,6 +37,7 @@ __all__ = [
     "is_built_in",
     "linear",
     "prepare",
+    "rows_of",
 ]
 
 BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
@@ -49,19 +63,30 @@ def is_built_in(name: str) -> bool:
     return name in BUILT_IN and find(name) == BUILT_IN[name]
 
 
-def choose(name: str | None, device: Any, **facts: Any) -> str:
+def choose(name: str | None, device: Any, *, weight_dtypes: Sequence[str], **facts: Any) -> str:
     """Returns the name of a model's implementation: `name`, or the default if that is None.
 
     Args:
-        facts: the keyword arguments of `Implementation.obstacle`.
+        weight_dtypes: of the model's matrices; those in blocks have the name of their blocks.
+        facts: the other keyword arguments of `Implementation.obstacle`.
 
     Raises:
         ValueError: the implementation `name` cannot serve this model on this device; the message
             gives the reason. There is no fallback.
     """
+
+    def obstacle_of(impl: str) -> str:
+        for weight_dtype in weight_dtypes:
+            if weight_dtype in BLOCKS and not find(impl).blocks:
+                return f"has no products of matrices in blocks, and some are {weight_dtype}"
+            obstacle = find(impl).obstacle(device, weight_dtype=weight_dtype, **facts)
+            if obstacle:
+                return obstacle
+        return ""
+
     if name is None:
-        return next(impl for impl in DEFAULTS if not find(impl).obstacle(device, **facts))
-    obstacle = find(name).obstacle(device, **facts)
+        return next(impl for impl in DEFAULTS if not obstacle_of(impl))
+    obstacle = obstacle_of(name)
     if obstacle:
         raise ValueError(f"linear_impl {name!r} {obstacle}; 'xla' has no such limit")
     return name

@@ -164,7 +164,7 @@ def _batch_invariant(module: Decoder) -> Decoder:
         device,
         dtype=dtype,
         mesh=False,
-        weight_dtype=formats.find(c.stored).numbers_dtype(dtype),
+        weight_dtypes=formats.dtypes_of(c.stored, dtype),
         activation=c.activation if c.gated else None,
     )
     if not linear.find(impl).invariant:

@@ -21,6 +21,8 @@ class Tensor:
 
     dtype: of the values that `read` gives; float32 if they are quantised on disk.
     encoding: the format on disk.
+    load_blocks: reads a matrix as rows of its format of blocks, uint8 [out, bytes], if that is one
+        of `gguf_blocks.ENCODINGS`; None: it is not in blocks.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Tensor:
     file: Path
     encoding: str
     load: Callable[[], np.ndarray] = field(repr=False)
+    load_blocks: Callable[[], np.ndarray] | None = field(default=None, repr=False)
 
     def read(self) -> np.ndarray:
         """Read the values from the file: a new array of `shape` and `dtype`, to which nothing else

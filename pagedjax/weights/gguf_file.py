@@ -12,6 +12,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -292,7 +293,34 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
             f"{begin} to {begin + size}, the file has {file_size}; fetch it again"
         )
     load = partial(_read, path, entry.name, entry.shape, encoding, begin, size)
-    return Tensor(entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load)
+    load_blocks = None
+    if per_block > 1 and len(entry.shape) == 2:
+        load_blocks = partial(_read_rows, path, entry.name, entry.shape, encoding, begin, size)
+    return Tensor(
+        entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load, load_blocks
+    )
+
+
+def _bytes_at(path: Path, name: str, begin: int, size: int) -> np.ndarray:
+    """The bytes of a tensor."""
+    raw = np.fromfile(path, np.uint8, size, offset=begin)
+    if raw.size != size:
+        raise ValueError(
+            f"{path} is truncated: tensor {name} has {raw.size} of its {size} bytes; fetch it again"
+        )
+    return raw
+
+
+def _read_rows(
+    path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: int, size: int
+) -> np.ndarray:
+    """The rows of a matrix in blocks: uint8 [out, bytes]. It has one of `gguf_blocks.ENCODINGS`."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    from pagedjax.weights.gguf_blocks import rows_of
+
+    _, block_bytes = GGML_QUANT_SIZES[encoding]
+    return rows_of(_bytes_at(path, name, begin, size), shape, block_bytes, encoding.name)
 
 
 def _read(
@@ -302,11 +330,7 @@ def _read(
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
-    raw = np.fromfile(path, np.uint8, size, offset=begin)
-    if raw.size != size:
-        raise ValueError(
-            f"{path} is truncated: tensor {name} has {raw.size} of its {size} bytes; fetch it again"
-        )
+    raw = _bytes_at(path, name, begin, size)
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
     if encoding.name == "F32":
@@ -333,11 +357,11 @@ def with_name(
     tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None
 ) -> Tensor:
     """The tensor under another name. `change` is applied to the values when they are read. It must
-    keep the shape.
+    keep the shape. That of a matrix is another order of its rows.
     """
 
-    def load() -> np.ndarray:
-        values = tensor.load()
+    def read(load: Callable[[], np.ndarray]) -> np.ndarray:
+        values = load()
         try:
             return values if change is None else change(values)
         except ValueError as error:
@@ -346,4 +370,5 @@ def with_name(
                 f"{error}"
             ) from error
 
-    return Tensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.encoding, load)
+    load_blocks = tensor.load_blocks and partial(read, tensor.load_blocks)
+    return replace(tensor, name=name, load=partial(read, tensor.load), load_blocks=load_blocks)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from pagedjax.device.formats import is_stored, packed_matrices
+from pagedjax.device import formats
+from pagedjax.device.formats import Stored, is_stored, packed_matrices
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
+from pagedjax.weights.gguf_blocks import assembled
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.tree import dtype_of, is_float, named, nested
 
@@ -45,7 +47,7 @@ def load_params(
     table: Sequence[ParamSource],
     dtype: str,
     *,
-    stored: str | None = None,
+    stored: Stored = None,
     progress: bool = False,
     ignore: Sequence[str] = (),
     placement: Placement | None = None,
@@ -58,8 +60,9 @@ def load_params(
     used.
 
     Args:
-        stored: the name of a format (device/formats) in which matrices are packed, from the values
-            of the checkpoint. Matrices of an Orbax checkpoint are restored in `dtype` first.
+        stored: the format (device/formats) in which matrices are packed, from the values of the
+            checkpoint. Matrices of an Orbax checkpoint are restored in `dtype` first. Matrices with
+            formats of their own are read as blocks (gguf_blocks.py), and never are floats.
         ignore: patterns of tensors that are allowed but not in the table, as `Family.ignored`.
         placement: where the parameters go on a mesh. Each device gets its part of a parameter
             directly.
@@ -107,7 +110,7 @@ def load_params(
 
 
 def _packed_params(
-    restored: dict[str, Any], stored: str | None, put: Callable[[str, np.ndarray], Any]
+    restored: dict[str, Any], stored: Stored, put: Callable[[str, np.ndarray], Any]
 ) -> dict[str, Any]:
     """Parameters by name, on the device, with matrices in the format `stored`.
 
@@ -125,15 +128,21 @@ def _packed_params(
 
 
 def _host_values(
-    checkpoint: Checkpoint, entry: ParamSource, dtype: str, stored: str | None
+    checkpoint: Checkpoint, entry: ParamSource, dtype: str, stored: Stored
 ) -> dict[str, np.ndarray]:
-    """A parameter on the host, by name; a matrix as the arrays of the format `stored`."""
+    """A parameter on the host, by name; a matrix as the arrays of its format."""
+    name = ".".join(entry.path)
+    if isinstance(stored, tuple):
+        format_name = formats.format_name(stored, name)
+        if format_name is None:
+            return {name: assemble(checkpoint.tensors, entry, dtype)}
+        return {name: assembled(checkpoint.tensors, entry, format_name)}
     packs = stored is not None and is_stored(entry.path, entry.shape)
     if packs and checkpoint.format != "orbax":
         # The values of an Orbax checkpoint are rounded to `dtype` before they are packed, on a mesh
         # as on one device.
         dtype = "float32"
-    values = {".".join(entry.path): assemble(checkpoint.tensors, entry, dtype)}
+    values = {name: assemble(checkpoint.tensors, entry, dtype)}
     return values | dict(packed_matrices(stored, values))
 
 

@@ -14,16 +14,17 @@ from typing import Any
 
 import jax
 
-from pagedjax.device import formats, models
+from pagedjax.device import formats, linear, models
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
-from pagedjax.options.config import STORED_FORMATS, MeshConfig, checked_devices, one_of
+from pagedjax.options.config import AS_STORED, STORED_FORMATS, MeshConfig, checked_devices, one_of
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.weights import families
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.families import built_in, family_of, own_family
+from pagedjax.weights.gguf_blocks import formats_of
 from pagedjax.weights.load import load_params
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.pooling_files import pooling_of
@@ -68,8 +69,9 @@ def load_model(
 
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
-        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None, or the same
-            as dtype, leaves them in dtype.
+        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; "stored" leaves
+            those of a GGUF file in its own 4 to 8 bits; None, or the same as dtype, leaves them in
+            dtype.
         linear_impl: what computes products, as in `EngineConfig`. Matrices are stored in its
             layout. "xla" leaves them as they are in a checkpoint.
         model_family: how a model of no built-in architecture is read, as in `EngineConfig`.
@@ -85,13 +87,13 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
-    one_of("weight_dtype", weight_dtype, (None, *STORED_FORMATS, dtype))
+    one_of("weight_dtype", weight_dtype, (None, *STORED_FORMATS, AS_STORED, dtype))
     checkpoint = open_checkpoint(model, hub, family=own_family(model_family))
     sizes = MeshConfig.read(mesh)
     weights = read_model(
         checkpoint,
         dtype,
-        stored=formats.name_of(weight_dtype),
+        weight_dtype=weight_dtype,
         mesh=sizes,
         devices=checked_devices(devices, sizes),
         linear_impl=linear_impl,
@@ -113,7 +115,7 @@ def read_model(
     checkpoint: Checkpoint,
     dtype: str,
     *,
-    stored: str | None = None,
+    weight_dtype: str | None = None,
     linear_impl: str | None = None,
     mesh: MeshConfig | None = None,
     devices: Sequence[int] | None = None,
@@ -121,10 +123,7 @@ def read_model(
 ) -> Model:
     """Read a checkpoint's parameters in `dtype`.
 
-    Args:
-        stored: the name of the format in which matrices are stored; None is floats.
-
-    The other arguments are those of `load_model`.
+    The arguments are those of `load_model`.
 
     Raises:
         ValueError: tensors do not fit (lists all of them).
@@ -134,6 +133,9 @@ def read_model(
     table = family.param_table(config)
     if checkpoint.family is not None:
         families.check_parameters(family, config, table)
+    stored = formats.name_of(weight_dtype)
+    if weight_dtype == AS_STORED:
+        stored = formats_of(checkpoint, table)
     config = replace(config, stored=stored)
     config = replace(
         config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices))
@@ -141,6 +143,9 @@ def read_model(
     placement = None
     if mesh or devices:
         placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices())
+    if weight_dtype == AS_STORED:  # which nobody could prepare before the file was read
+        for name in formats.dtypes_of(stored, dtype):
+            linear.prepare(config.linear, dtype=dtype, weight_dtype=name, low_rank=False)
     params = load_params(
         checkpoint,
         table,
@@ -192,6 +197,11 @@ def from_params(
     if not isinstance(config, DecoderConfig):
         hf = normalised(config, "config", family)
         config = families.config_of(family or built_in(hf["model_type"]), hf, "config")
+    if weight_dtype == AS_STORED:
+        raise ValueError(
+            "weight_dtype is 'stored', and parameters in memory are of no file; give the config of "
+            "a model whose matrices are stored, or leave it out"
+        )
     stored = formats.name_of(weight_dtype)
     model = model_of(params, config, dtype, stored=stored, linear_impl=linear_impl)
     one_of("weight_dtype", weight_dtype, (None, *STORED_FORMATS, model.dtype))

@@ -34,7 +34,7 @@ def model_of(
     config: DecoderConfig,
     dtype: str | None = None,
     *,
-    stored: str | None = None,
+    stored: formats.Stored = None,
     linear_impl: str | None = None,
 ) -> Model:
     """A model of copies of the parameters, on the default device; see `pagedjax.from_params`.
@@ -79,7 +79,7 @@ def linear_of(linear_impl: Any, config: DecoderConfig, dtype: str, *, mesh: bool
         linear_impl,
         jax.local_devices()[0],
         dtype=dtype,
-        weight_dtype=formats.find(config.stored).numbers_dtype(dtype),
+        weight_dtypes=formats.dtypes_of(config.stored, dtype),
         mesh=mesh,
         activation=config.activation if config.gated else None,
     )

@@ -74,8 +74,8 @@ def linear(
 
     Args:
         x: [T, K] float32, bfloat16 or float16.
-        weight: W [M, K] of x's dtype or int8, as `Implementation.pack` of the implementation made
-            it.
+        weight: W [M, K] of x's dtype or int8, or in the blocks that the matrix names, as
+            `Implementation.pack` of the implementation made it.
         matrix: W's shape.
         impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback
             gives no error.
@@ -127,7 +127,10 @@ def linear(
 
 
 def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> None:
-    m, k, gated, count = matrix
+    m = matrix.outputs
+    k = matrix.inputs
+    gated = matrix.gated
+    count = matrix.count
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x is {x.shape}; the weight [{m}, {k}] needs [T, {k}]")
     if m % (count * (2 if gated else 1)):
@@ -164,9 +167,12 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
 
 
 def _check_low(x, matrix: Matrix, low: LowRank, impl: Implementation) -> None:
-    m, k, _, count = matrix
-    if count > 1:
-        raise ValueError(f"low is given, and the weight has {count} matrices; it goes with one")
+    m = matrix.outputs
+    k = matrix.inputs
+    if matrix.count > 1:
+        raise ValueError(
+            f"low is given, and the weight has {matrix.count} matrices; it goes with one"
+        )
     s, r = low.a.shape[:2]
     padded = -(-k // 16) * 16  # as `LowRank.a`
     b_shape = jax.eval_shape(

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels.linear.blocks import Blocks, restored
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,12 +23,14 @@ class Matrix(NamedTuple):
     inputs: K.
     gated: the first half of each matrix's rows are the gates of the second half.
     count: the number of matrices of equal size in M, such as the experts of a mixture.
+    blocks: how rows are stored, as bytes; None: as numbers.
     """
 
     outputs: int
     inputs: int
     gated: bool = False
     count: int = 1
+    blocks: Blocks | None = None
 
     @property
     def width(self) -> int:
@@ -112,7 +117,8 @@ def low_as_it_is(b: Any, matrix: Matrix) -> Any:
 
 
 def rows_of(weight: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
-    return weight[ids]
+    rows = weight[ids]
+    return rows if matrix.blocks is None else restored(rows, matrix.blocks, jnp)
 
 
 class Implementation(NamedTuple):
@@ -124,16 +130,18 @@ class Implementation(NamedTuple):
     obstacle: (device, *, dtype, weight_dtype, mesh, activation) -> the reason why it cannot serve a
         model on the device, as the rest of a sentence; empty if it can. mesh: whether the model is
         split over devices. activation: that of the gates, or None.
-    pack: (weight [M, K] on the host, matrix) -> the same numbers in its own layout, on the host.
-    unpack: (packed weight on the host or a device, matrix) -> [M, K]: the inverse.
+    pack: (weight [M, K] on the host, or [M, bytes] of blocks, matrix) -> the same numbers in its
+        own layout, on the host.
+    unpack: (packed weight on the host or a device, matrix) -> [M, K] or [M, bytes]: the inverse.
     gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an
-        embedding needs them.
+        embedding needs them. Those of blocks are restored, in float32.
     prepare: (*, dtype, weight_dtype, low_rank) -> None. Starts work that is needed once in a
         process, before any tracing, for activations and weights of these dtypes. low_rank: whether
         some products have products of low rank beside them.
     invariant: whether a token's results have the same bits beside any other tokens, for any number
         of tokens and of threads.
     low_rank: whether `multiply` adds products of low rank. If not, it never gets any.
+    blocks: whether it takes matrices in blocks. If not, it never gets any.
     pack_low: (b [S, R, M] of a `LowRank`, matrix) -> the same numbers [S, ...] in its own layout. b
         is an array of numpy or of jax.numpy, also in a trace, and the result is of the same kind.
     """
@@ -147,4 +155,5 @@ class Implementation(NamedTuple):
     prepare: Callable[..., None] = _nothing
     invariant: bool = False
     low_rank: bool = False
+    blocks: bool = False
     pack_low: Callable[[Any, Matrix], Any] = low_as_it_is

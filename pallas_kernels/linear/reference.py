@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.linear.blocks import restored
 from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
 
 ACTIVATIONS = {
@@ -38,6 +39,8 @@ def multiply(
         h = jnp.einsum("tk,trk->tr", factors, a[slots], precision="highest")
         added = jnp.einsum("tr,trm->tm", h, b[slots], precision="highest")
         epilogue = with_products(epilogue, added)
+    if matrix.blocks is not None:
+        weight = restored(weight, matrix.blocks, jnp)
     matrices = weight.astype(jnp.float32).reshape(matrix.count, -1, matrix.inputs)
     y = jnp.einsum("tk,emk->tem", factors, matrices, precision="highest")
     owners = jnp.zeros(len(x), jnp.int32) if sizes is None else owners_of(sizes, len(x))
@@ -91,4 +94,4 @@ def result_of(
     return y if residual is None else y + residual.astype(jnp.float32)
 
 
-IMPLEMENTATION = Implementation("reference", multiply, low_rank=True)
+IMPLEMENTATION = Implementation("reference", multiply, low_rank=True, blocks=True)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.linear.blocks import Blocks, restored
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 from pallas_kernels.linear.reference import owners_of, result_of, rms_norm, with_products
+
+PANEL_ROWS = 2048  # of a matrix in blocks, which are restored at a time
 
 
 def multiply(
@@ -30,13 +33,43 @@ def multiply(
             epilogue = epilogue._replace(scales=epilogue.scales[slice(*rows)])
         if epilogue.bias is not None:
             epilogue = epilogue._replace(bias=epilogue.bias[slice(*rows)])
-    factor = weight.astype(x.dtype)
     if sizes is None or matrix.count == 1:  # padding is computed too
-        y = jax.lax.platform_dependent(x, factor, cpu=_columns, default=_rows)
+        if matrix.blocks is None:
+            y = _one_matrix(x, weight.astype(x.dtype))
+        else:
+            y = _by_panels(x, weight, matrix.blocks)
         return result_of(y, epilogue, jnp.zeros(0, jnp.int32)).astype(dtype)
+    if matrix.blocks is not None:
+        weight = restored(weight, matrix.blocks, jnp)
+    factor = weight.astype(x.dtype)
     matrices = factor.reshape(matrix.count, -1, matrix.inputs).swapaxes(1, 2)
     y = jax.lax.ragged_dot(x, matrices, sizes, preferred_element_type=jnp.float32)
     return result_of(y, epilogue, owners_of(sizes, len(x))).astype(dtype)
+
+
+def _one_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns [T, M] float32, for x [T, K] and a weight [M, K] of one dtype."""
+    return jax.lax.platform_dependent(x, weight, cpu=_columns, default=_rows)
+
+
+def _by_panels(x: jax.Array, rows: jax.Array, blocks: Blocks) -> jax.Array:
+    """Returns [T, M] float32, for x [T, K] and a weight in blocks, [M, bytes].
+
+    PANEL_ROWS rows are restored at a time, so that there is never a whole matrix of floats.
+    """
+
+    def product_of(panel: jax.Array) -> jax.Array:
+        return _one_matrix(x, restored(panel, blocks, jnp).astype(x.dtype))
+
+    panels = len(rows) // PANEL_ROWS
+    whole = panels * PANEL_ROWS
+    products = []
+    if panels:
+        y = jax.lax.map(product_of, rows[:whole].reshape(panels, PANEL_ROWS, -1))
+        products.append(y.swapaxes(0, 1).reshape(len(x), whole))
+    if whole < len(rows):
+        products.append(product_of(rows[whole:]))
+    return products[0] if len(products) == 1 else jnp.concatenate(products, axis=1)
 
 
 def _low_rank(x: jax.Array, low: LowRank, first: int, last: int) -> jax.Array:
@@ -78,4 +111,4 @@ def _columns(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y).T
 
 
-IMPLEMENTATION = Implementation("xla", multiply, low_rank=True)
+IMPLEMENTATION = Implementation("xla", multiply, low_rank=True, blocks=True)

@@ -175,7 +175,7 @@ def test_new_values_are_rounded_and_nothing_is_compiled(tiny, tiny_folder):
 def test_conflicting_options_are_refused(tiny, tiny_folder):
     with refused("weight_dtype is 'int8', but the model was loaded with 'float32'; load it"):
         LLM(tiny, weight_dtype="int8", **SMALL)
-    with refused("weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"):
+    with refused("weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'stored', 'float32'"):
         load_model(tiny_folder, dtype="float32", weight_dtype="bfloat16")
     deleted = jax.tree.map(lambda x: x.copy(), tiny.model.params)
     jax.tree.map(lambda x: x.delete(), deleted)

@@ -86,7 +86,8 @@ def low_rank(
     """Products of low rank of tokens in any order. parts: the last output + 1 of each, in 64ths of
     all.
     """
-    m, k, _, _ = matrix
+    m = matrix.outputs
+    k = matrix.inputs
     ends = [m * end // 64 for end in parts]
     a = np.zeros(
         (slots, rank * len(ends), -(-k // 16) * 16),

@@ -34,6 +34,7 @@ TAKEN = [
     ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "float8_e4m3fn"}),
     ({"quantization": "int8"}, {"weight_dtype": "int8"}),
     ({"quantization": "int8_per_channel_weight_only"}, {"weight_dtype": "int8"}),
+    ({"quantization": "gguf"}, {"weight_dtype": "stored"}),
     ({"tensor_parallel_size": 1}, {}),
     ({"tensor_parallel_size": 4}, {"mesh": {"tensor": 4}}),
     ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, {"mesh": {"expert": 4}}),
@@ -206,7 +207,7 @@ def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(
     [
         (
             {"quantization": "awq"},
-            "quantization is 'awq'; weights are read .*: use 'int8', or leave it out",
+            "quantization is 'awq'; weights are read .*: use 'int8', 'gguf' for a file's own bits, or",
         ),
         (
             {"max_logprobs": -1},

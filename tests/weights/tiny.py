@@ -5,6 +5,7 @@ torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -247,7 +248,7 @@ def tiny_gguf(
     path: Path,
     folder: Path,
     *,
-    matrices: str = "F32",
+    matrices: str | Mapping[str, str] = "F32",
     freq_factors: list[float] | None = None,
     extra: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
@@ -255,7 +256,8 @@ def tiny_gguf(
 ) -> Path:
     """Write the model of a `tiny_llama` folder like llama.cpp's converter.
 
-    matrices: how the matrices are stored ("F32", "F16", "BF16", "Q8_0", "Q4_1" ...).
+    matrices: how the matrices are stored ("F32", "F16", "BF16", "Q8_0", "Q4_1" ...); or that by a
+        part of their Hugging Face names, and "" for the others.
     extra: metadata to add or replace, ints as uint32; drop: metadata keys to leave out.
     tensors_in_a_part: more are written to further files, with llama.cpp's names of parts; 0: one
         file.
@@ -300,7 +302,7 @@ def tiny_gguf(
             kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
             writer.add_key_value(key, value, GGUFValueType[kinds[type(value)]])
 
-    kind = GGMLQuantizationType[matrices]
+    by_part = {"": matrices} if isinstance(matrices, str) else matrices
     for file in sorted(folder.glob("*.safetensors")):
         for name, x in load_file(file).items():
             x = x.astype(np.float32)
@@ -310,7 +312,11 @@ def tiny_gguf(
             ):
                 if f".{part}." in name:
                     x = llama_cpp_permute(x, config[heads])
-            if x.ndim == 2 and matrices != "F32":
+            encoding = next(
+                (by_part[part] for part in by_part if part and part in name), by_part[""]
+            )
+            if x.ndim == 2 and encoding != "F32":
+                kind = GGMLQuantizationType[encoding]
                 writer.add_tensor(gguf_name(name), quantize(x, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(gguf_name(name), x)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pagedjax.device.linear import Matrix
+from pagedjax.device.linear import Blocks, Matrix
 
 
 class Array(NamedTuple):
@@ -35,7 +35,9 @@ class Format(NamedTuple):
     restore: (the arrays, on the host) -> float32 [out, in].
     multiply: (x [T, in], the arrays, matrix, **options of `linear`) -> what `linear` returns.
     rows: (rows [T, in] of the numbers, the arrays, the indices [T] of the rows, dtype) -> the
-        weights [T, in] of that dtype, as an embedding needs them.
+        weights [T, in] of that dtype, as an embedding needs them. Rows of blocks are restored
+        already.
+    blocks: how rows are stored, if the first array has bytes of blocks.
     """
 
     arrays: tuple[Array, ...]
@@ -43,10 +45,11 @@ class Format(NamedTuple):
     restore: Callable[[Sequence[np.ndarray]], np.ndarray]
     multiply: Callable[..., jax.Array]
     rows: Callable[[jax.Array, Sequence[jax.Array], jax.Array, str], jax.Array]
+    blocks: Blocks | None = None
 
     def numbers_dtype(self, dtype: str) -> str:
-        """Returns the dtype of the numbers in a model of `dtype`."""
-        return self.arrays[0].dtype or dtype
+        """Returns the dtype of the numbers in a model of `dtype`, or the name of the blocks."""
+        return self.blocks.name if self.blocks else self.arrays[0].dtype or dtype
 
     def names(self, name: str) -> list[str]:
         """Returns the names of the arrays of the matrix `name`."""

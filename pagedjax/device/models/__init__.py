@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pagedjax.device import formats
 from pagedjax.device.layers import Weight
 from pagedjax.device.linear import Matrix, find
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, angle_tables
@@ -42,7 +43,7 @@ class Model(NamedTuple):
 
     @property
     def weight_dtype(self) -> str:
-        return self.config.stored or self.dtype
+        return formats.weight_dtype_of(self.config.stored) or self.dtype
 
     @property
     def leaves(self) -> tuple[Any, ...]:

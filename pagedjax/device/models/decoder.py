@@ -35,10 +35,11 @@ from pagedjax.device.layers import (
     RMSNorm,
     add_weight,
     product,
+    store_matrices,
     stored_arrays,
     summed,
 )
-from pagedjax.device.linear import Matrix
+from pagedjax.device.linear import Matrix, rows_of
 from pagedjax.device.models.latent import Latent, LatentAttention, latent_pages
 from pagedjax.device.models.mixers.mixer import Mixer
 from pagedjax.device.models.mlp import ACTIVATIONS, MLP, Activation, Experts, Routes, SparseMLP
@@ -88,7 +89,8 @@ class DecoderConfig:
     parallel: attention and MLP read the same x, and both results are added to it (GPT-NeoX).
     embed_scale, residual_scale, logit_scale: factors on the embeddings, on what attention and MLP
         add to x, and on the logits (Granite has all three).
-    stored: the format of matrices, a name of `device.formats`; None is floats.
+    stored: the format of matrices, a name of `device.formats`, or the formats of matrices by name;
+        None is floats.
     linear: the implementation of products, a name of `device.linear`. Matrices are stored in its
         layout.
     axes: of a mesh whose devices have a part of the model each (split.py). Partial sums are added
@@ -132,7 +134,7 @@ class DecoderConfig:
     attn_cap: float | None = None
     logit_cap: float | None = None
     experts: Experts | None = None
-    stored: str | None = None
+    stored: formats.Stored = None
     linear: str = "xla"
     axes: tuple[str, ...] = ()
     qk_sizes: tuple[int, int] = (0, 0)
@@ -497,7 +499,9 @@ class Decoder(nnx.Module):
     """hidden(batch) and logits(hidden) are two calls, because only rows that sample need logits."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        add_weight(self, "embed", Matrix(c.vocab_size, c.hidden), dtype, c.stored, c.linear)
+        embed_format = formats.format_name(c.stored, "embed")
+        add_weight(self, "embed", Matrix(c.vocab_size, c.hidden), dtype, embed_format, c.linear)
+        self.embed_matrix = self.embed.matrix
         if not c.tied:  # a table of rows, and not a matrix of products
             self.embed = nnx.Param(self.embed[...])
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
@@ -512,6 +516,7 @@ class Decoder(nnx.Module):
         )
         self.config = c
         self.dtype = dtype
+        store_matrices(self, c.stored, dtype)
 
     def embedded(self, batch: Batch) -> jax.Array:
         """[T, H] the input of the first layer."""
@@ -519,13 +524,13 @@ class Decoder(nnx.Module):
         axes = self.config.axes
         if axes:  # a device has some rows of the table; for other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
-        stored = self.config.stored
+        stored = formats.format_name(self.config.stored, "embed")
         arrays = stored_arrays(self, "embed", stored)
         table = arrays[0]
         numbers = (
-            self.embed.implementation.gather(table, self.embed.matrix, tokens)
+            self.embed.implementation.gather(table, self.embed_matrix, tokens)
             if self.head is None
-            else table[tokens]
+            else rows_of(table, self.embed_matrix, tokens)
         )
         x = formats.find(stored).rows(numbers, arrays, tokens, self.dtype)
         if axes:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from pagedjax.device import formats
+from pagedjax.device.linear import Blocks
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.latent import Latent
 from pagedjax.options.config import MeshConfig
@@ -76,6 +78,8 @@ def check(c: DecoderConfig, mesh: MeshConfig) -> None:
             f"the mesh has {mesh.size} devices, and the model {c.heads} heads; use at most "
             f"{c.heads} devices for an engine, and several engines for more"
         )
+    for name, _ in c.stored if isinstance(c.stored, tuple) else ():
+        split(c, mesh, name.split("."))  # which checks that devices have whole blocks
 
 
 def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
@@ -168,11 +172,41 @@ def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spli
     Args:
         path: of the parameter, as in `ParamSource`, or of an array of a stored matrix.
     """
-    for array in formats.find(c.stored).arrays[1:]:
+    name = ".".join(path)
+    stored_format = formats.find(formats.format_name(c.stored, name))
+    for array in stored_format.arrays[1:]:
         if path[-1].endswith(array.suffix):
             matrix = *path[:-1], path[-1].removesuffix(array.suffix)
             return _split(c, mesh, matrix)[: array.dims]
-    return _split(c, mesh, path)
+    splits = _split(c, mesh, path)
+    if stored_format.blocks is None or len(splits) == 1:
+        return splits
+    return (splits[0], _of_blocks(splits[1], stored_format.blocks, mesh, name))
+
+
+def _of_blocks(columns: Split, blocks: Blocks, mesh: MeshConfig, name: str) -> Split:
+    """The split of the bytes of a matrix's rows, from that of its inputs.
+
+    Raises:
+        ValueError: a device would have a part of a block.
+    """
+    if columns.order is None:
+        return columns
+    devices = prod(getattr(mesh, axis) for axis in columns.axes)
+    share = len(columns.order) // devices  # inputs of a device
+    if share % blocks.inputs == 0:
+        cells = columns.order.reshape(-1, blocks.inputs)
+        first = cells[:, :1]
+        is_padding = (cells == PADDING).all(1, keepdims=True)
+        is_block = (cells == first + np.arange(blocks.inputs)).all(1, keepdims=True)
+        if (is_padding | is_block & (first % blocks.inputs == 0)).all():
+            places = first // blocks.inputs * blocks.bytes + np.arange(blocks.bytes)
+            return Split(columns.axes, np.where(is_padding, PADDING, places).reshape(-1))
+    raise ValueError(
+        f"{name} is stored in blocks of {blocks.inputs} inputs ({blocks.name}), and on {devices} "
+        f"devices each has {share} of its inputs, which are not whole blocks; load the model "
+        "without weight_dtype, or use fewer devices"
+    )
 
 
 def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Split, ...]:

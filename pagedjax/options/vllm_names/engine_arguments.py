@@ -34,9 +34,11 @@ def _quantization(_: str, value: Any) -> Mapping[str, Any]:
         return {}
     if value in INT8:
         return {"weight_dtype": "int8"}
+    if value == "gguf":
+        return {"weight_dtype": "stored"}
     raise ValueError(
         "weights are read in float32 or 16 bits, or from a .gguf file, and rounded to 8 bits when "
-        "they are loaded: use 'int8', or leave it out"
+        "they are loaded: use 'int8', 'gguf' for a file's own bits, or leave it out"
     )
 
 
@@ -107,7 +109,8 @@ TABLE = (
     ),
     translation(
         "quantization",
-        "`int8`, `int8_per_channel_weight_only`: `weight_dtype`; others: an error",
+        "`int8`, `int8_per_channel_weight_only`: `weight_dtype`; `gguf`: its `stored`; others: an "
+        "error",
         _quantization,
     ),
     translation("tensor_parallel_size", '`mesh={"tensor": n}`', _mesh),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.linear.blocks import BLOCKS, restored
 from pallas_kernels.linear.cpu import panels
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 from pallas_kernels.shared.cpu.handler import Handler
@@ -27,14 +28,28 @@ MAX_COLUMNS = 12
 
 
 def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
-    """Makes the handler of a variant, such as "bfloat16_int8_low_rank"."""
+    """Makes the handler of a variant, such as "bfloat16_int8_low_rank".
+
+    weight_dtype: also the name of blocks.
+    """
     words = [dtype]
-    if weight_dtype != dtype:
+    if weight_dtype in BLOCKS:  # with what the code depends on, for the file that keeps it
+        words.append(f"{weight_dtype}_{BLOCKS[weight_dtype].code:x}")
+    elif weight_dtype != dtype:
         words.append(weight_dtype)
     if low_rank:
         words.append("low_rank")
     variant = "_".join(words)
-    options = {"x_size": BYTES[dtype], "kind": BYTES[weight_dtype], "low_rank": int(low_rank)}
+    options = {"x_size": BYTES[dtype], "low_rank": int(low_rank)}
+    if weight_dtype in BLOCKS:
+        blocks = BLOCKS[weight_dtype]
+        options["kind"] = blocks.code
+        options["step_inputs"] = blocks.inputs
+        options["step_bytes"] = panels.PANEL * blocks.bytes
+    else:
+        options["kind"] = BYTES[weight_dtype]
+        options["step_inputs"] = 1
+        options["step_bytes"] = panels.PANEL * (1 if weight_dtype == "int8" else 4)
     folder = Path(__file__).parent
     return Handler(f"linear_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options)
 
@@ -43,7 +58,7 @@ def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
 HANDLERS = {
     (dtype, weight_dtype, low_rank): _handler(dtype, weight_dtype, low_rank)
     for dtype in DTYPES
-    for weight_dtype in (dtype, "int8")
+    for weight_dtype in (dtype, "int8", *BLOCKS)
     for low_rank in (False, True)
 }
 
@@ -63,12 +78,13 @@ def multiply(
     Raises:
         ValueError: `product_obstacle` gives a reason.
     """
+    weight_dtype = weight.dtype.name if matrix.blocks is None else matrix.blocks.name
     reason = product_obstacle(
-        jax.default_backend(), x.dtype.name, weight.dtype.name, epilogue.activation
+        jax.default_backend(), x.dtype.name, weight_dtype, epilogue.activation
     )
     if reason:
         raise ValueError(f"impl 'cpu' {reason}; impl 'xla' has no such limit")
-    handler = HANDLERS[x.dtype.name, weight.dtype.name, epilogue.low is not None]
+    handler = HANDLERS[x.dtype.name, weight_dtype, epilogue.low is not None]
     handler.register()
     matrix_outputs = matrix.outputs // matrix.count
     first, last = rows or (0, matrix_outputs)
@@ -130,7 +146,7 @@ def product_obstacle(platform: str, dtype: str, weight_dtype: str, activation: s
         return "calls POSIX functions, which Windows does not have"
     if dtype not in DTYPES:
         return f"multiplies {' and '.join(DTYPES)} and not {dtype}"
-    if weight_dtype not in (dtype, "int8"):
+    if weight_dtype not in (dtype, "int8", *BLOCKS):
         return (
             f"needs weights of int8 or of the activations' dtype {dtype}, "
             f"and they are {weight_dtype}"
@@ -168,17 +184,33 @@ def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
 
     Their numbers are not beside each other in memory: 64 rows of 576 numbers take 0.2 ms.
     """
-    rows = packed.at[ids // panels.PANEL, :, ids % panels.PANEL].get(mode="promise_in_bounds")
+    panel = ids // panels.PANEL
+    output = ids % panels.PANEL
+    if matrix.blocks is not None:
+        places, strides = panels.rows_in_panels(matrix.blocks)
+        block = jnp.arange(packed.shape[1])[:, None]
+        place = (places + strides * output[:, None])[:, None]
+        rows = packed.at[panel[:, None, None], block, place].get(mode="promise_in_bounds")
+        return restored(rows.reshape(len(ids), -1), matrix.blocks, jnp)
+    rows = packed.at[panel, :, output].get(mode="promise_in_bounds")
     return rows.reshape(len(ids), -1)[:, : matrix.inputs]
 
 
 def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
-    return panels.pack(weight, gated=matrix.gated, matrices=matrix.count)
+    return panels.pack(weight, gated=matrix.gated, matrices=matrix.count, blocks=matrix.blocks)
 
 
 def unpack(packed: Any, matrix: Matrix) -> np.ndarray:
-    shape = matrix.outputs, matrix.inputs
-    return panels.unpack(np.asarray(packed), shape, gated=matrix.gated, matrices=matrix.count)
+    columns = matrix.inputs
+    if matrix.blocks is not None:
+        columns = matrix.blocks.row_bytes(columns)
+    return panels.unpack(
+        np.asarray(packed),
+        (matrix.outputs, columns),
+        gated=matrix.gated,
+        matrices=matrix.count,
+        blocks=matrix.blocks,
+    )
 
 
 def pack_low(b: Any, matrix: Matrix) -> Any:
@@ -195,5 +227,6 @@ IMPLEMENTATION = Implementation(
     prepare=prepare,
     invariant=True,
     low_rank=True,
+    blocks=True,
     pack_low=pack_low,
 )

@@ -11,7 +11,9 @@ from pallas_kernels.shared.cpu.vectors import FULL
 
 # Constants of a variant
 X_SIZE: Any = Option("x_size")  # bytes of a number of x
-WEIGHT_SIZE: Any = Option("kind")  # bytes of a number of the weight
+WEIGHT_SIZE: Any = Option("kind")  # bytes of a number of the weight; of blocks: `Blocks.code`
+STEP_INPUTS: Any = Option("step_inputs")  # of a block; 1 otherwise
+STEP_BYTES: Any = Option("step_bytes")  # of 32 outputs
 LOW: Any = Option("low_rank")  # whether it has products of low rank
 
 # Words of a job: counters that the threads share, each in a cache line of its own, then constants
@@ -43,7 +45,7 @@ OUT_SIZE = 480  # bytes of a number of the result
 WIDTH = 488  # numbers in a row of the result
 PACKED = 496  # address of the packed tiles
 TILE_BYTES = 504  # of a packed tile
-STEPS = 512  # of a panel: an input each, or a pair of them
+STEPS = 512  # of a panel: an input each, or a pair of them, or a block
 # An item is a chunk of tiles by a group of panels.
 CHUNKS = 520
 FIRST_PANEL = 528
@@ -52,7 +54,7 @@ GROUP = 544  # panels of a group
 TABLE = 552  # address of the tiles
 CHUNK_TABLE = 560  # address of the chunks
 # words that a packed token has for a step of a panel: 1, or 2 if a step is a pair of inputs and the
-# CPU has no instruction for pairs
+# CPU has no instruction for pairs, or the inputs of a block
 WORDS = 568
 WORKERS = 576  # threads at most
 # Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0

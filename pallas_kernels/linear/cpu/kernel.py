@@ -48,6 +48,8 @@ from pallas_kernels.linear.cpu.job import (
     RESIDUAL,
     RMS_PLUS_ONE,
     SCALES,
+    STEP_BYTES,
+    STEP_INPUTS,
     STEPS,
     TABLE,
     TILE_BYTES,
@@ -73,7 +75,7 @@ from pallas_kernels.linear.cpu.job import (
 from pallas_kernels.linear.cpu.vectors import (
     BFLOAT16,
     COLUMNS,
-    INT8,
+    FLOAT32,
     PAIRS,
     PANEL,
     add_16,
@@ -89,6 +91,7 @@ from pallas_kernels.linear.cpu.vectors import (
     sum_of_squares,
     transpose,
     widen,
+    widen_blocks,
     write_16,
     write_columns,
 )
@@ -120,10 +123,13 @@ from pallas_kernels.shared.cpu.xla_call import (
     threads,
 )
 
-MAX_DEPTH = 2048  # most steps of a tile that are computed while its sums stay in registers
+# Most inputs (or pairs of them) of a tile that are computed while its sums stay in registers
+MAX_DEPTH = 2048
 GROUP_BYTES = 400 << 10  # most bytes of the panels of an item, so that they stay in a core's cache
 GROUP_PANELS = 16  # most panels of an item
 CHUNK_TILES = 16  # most tiles of an item whose sums wait in memory, because its steps are cut
+# Fewest tiles of an item for which panels of blocks are widened before they are multiplied
+WIDENED_TILES = 3
 MIN_TILES = 8  # fewest tiles of an item, in a call that has at least twice as many
 SUMS = 4 * PANEL * COLUMNS  # bytes of a tile's sums
 SCALES_BYTES = 4 * 4 * PANEL  # bytes of a panel's scales and biases, and of scratch
@@ -226,6 +232,33 @@ def _pack_tile(job, tile, norm, rows):
 @compiled_apart
 def _multiply_tile(columns, w, x, count, sums, next_weight, stride):
     multiply(WEIGHT_SIZE, columns, w, x, count, sums, next_weight, stride)
+
+
+@compiled_apart
+def _multiply_widened_tile(columns, w, x, count, sums, next_weight, stride):
+    multiply(FLOAT32, columns, w, x, count, sums, next_weight, stride)
+
+
+@compiled_apart
+def _widen_panel(w, count, out):
+    widen_blocks(WEIGHT_SIZE, w, count, out)
+
+
+@compiled
+def _multiply_panel(columns, w, widened, x, count, sums, next_weight, stride):
+    """Adds the products of `count` steps of a panel to a tile's sums.
+
+    widened: address of the same weights as float32, or 0.
+    """
+    if STEP_INPUTS > 1:
+        if widened != 0:
+            inputs = count * STEP_INPUTS
+            input_stride = -(-stride // STEP_INPUTS)
+            _multiply_widened_tile(columns, widened, x, inputs, sums, next_weight, input_stride)
+        else:
+            _multiply_tile(columns, w, x, count, sums, next_weight, stride)
+    else:
+        _multiply_tile(columns, w, x, count, sums, next_weight, stride)
 
 
 @compiled
@@ -341,7 +374,7 @@ def _depth(steps):
 
     They are equal parts of all steps; the last part may be smaller.
     """
-    parts = -(-steps // MAX_DEPTH)
+    parts = -(-steps * STEP_INPUTS // MAX_DEPTH)
     return -(-steps // parts)
 
 
@@ -381,7 +414,7 @@ def _compute_item(job, item, sums):
     panel_bytes = load_word(job + PANEL_BYTES)
     steps = load_word(job + STEPS)
     words = load_word(job + WORDS)
-    step_bytes = PANEL if WEIGHT_SIZE == INT8 else 4 * PANEL
+    step_bytes = STEP_BYTES
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + TILE_MATRIX)
     weight = _weight_of(job, item)
     # While a tile is multiplied, a part of the next item's panels is fetched. The next item is a
@@ -397,6 +430,14 @@ def _compute_item(job, item, sums):
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
         for panel in range(first, end):
             _load_scales_and_biases(job, panel, matrix, scales + SCALES_BYTES * (panel - first))
+    widened = 0
+    float_step_bytes = 4 * PANEL * STEP_INPUTS
+    float_panel_bytes = steps * float_step_bytes
+    if STEP_INPUTS > 1 and tiles >= WIDENED_TILES:
+        widened = scales + SCALES_BYTES * GROUP_PANELS
+        for panel in range(first, end):
+            panel_weight = weight + (panel - first) * panel_bytes
+            _widen_panel(panel_weight, steps, widened + (panel - first) * float_panel_bytes)
     for start in range(0, steps, depth):
         count = min(depth, steps - start)
         next_start = step_bytes * start // tiles
@@ -413,27 +454,37 @@ def _compute_item(job, item, sums):
                     clear(tile_sums, columns)
                 if start + count == steps:
                     _prefetch_results(job, panel, entry)
-                _multiply_tile(columns, w, x, count, tile_sums, fetched_panel, stride)
+                floats = 0
+                if widened != 0:
+                    floats = (
+                        widened + (panel - first) * float_panel_bytes + float_step_bytes * start
+                    )
+                _multiply_panel(columns, w, floats, x, count, tile_sums, fetched_panel, stride)
                 if start + count == steps:
                     panel_scales = scales + SCALES_BYTES * (panel - first)
                     _finish_tile(job, panel, entry, tile_sums, panel_scales)
 
 
 @compiled
-def _scratch_bytes(k, steps):
+def _scratch_bytes(job):
     """Returns the bytes of scratch memory of a thread.
 
-    First it holds rows of x and weights of the norm, then sums of an item. It has 128 bytes more,
-    because its beginning is moved to a multiple of 64 bytes.
+    First it holds rows of x and weights of the norm, then sums of an item, and panels that are
+    widened. It has 128 bytes more, because its beginning is moved to a multiple of 64 bytes.
     """
-    sums = SUMS * (1 if steps <= MAX_DEPTH else CHUNK_TILES * GROUP_PANELS)
-    return max((FULL + 1) * bytes_of_row(k), sums + SCALES_BYTES * GROUP_PANELS) + 128
+    k = load_word(job + K)
+    steps = load_word(job + STEPS)
+    sums = SUMS * (1 if steps * STEP_INPUTS <= MAX_DEPTH else CHUNK_TILES * GROUP_PANELS)
+    item = sums + SCALES_BYTES * GROUP_PANELS
+    if STEP_INPUTS > 1 and load_word(job + TILES) >= WIDENED_TILES:
+        item += load_word(job + GROUP) * steps * STEP_INPUTS * 4 * PANEL
+    return max((FULL + 1) * bytes_of_row(k), item) + 128
 
 
 @compiled_apart
 def _run_items(job):
     """Packs tiles until none is left, waits for those of other threads, and computes items."""
-    allocated = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
+    allocated = malloc(_scratch_bytes(job))
     scratch = rounded_up(allocated, 64)
     tiles = load_word(job + TILES)
     items = load_word(job + ITEMS)
@@ -489,8 +540,10 @@ def _tile_count(rows):
 
 
 @compiled
-def _split(tiles, computed_panels, panel_bytes, steps, matrices, workers):
+def _split(tiles, computed_panels, panel_bytes, inputs, matrices, workers):
     """Returns (the most chunks that the tiles of a matrix are cut into, panels of a group).
+
+    inputs: of a panel, or pairs of them.
 
     An item is a chunk by a group. Each worker gets at least 4 items where there are enough, so that
     workers end together. There are as few chunks as that allows, because each chunk reads the whole
@@ -499,7 +552,7 @@ def _split(tiles, computed_panels, panel_bytes, steps, matrices, workers):
     group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, MAX_DEPTH * 4 * PANEL)))
     min_items = 4 * workers
     chunks = max(1, min(tiles, -(-min_items // computed_panels))) if workers > 1 else 1
-    if tiles >= 2 * MIN_TILES and matrices == 1 and steps <= MAX_DEPTH:
+    if tiles >= 2 * MIN_TILES and matrices == 1 and inputs <= MAX_DEPTH:
         # A core's cache has no room for the tiles, so all panels of a group use a tile before the
         # next tile is read. There are enough chunks for 16 items of the largest groups for each
         # worker, but no chunk has fewer than MIN_TILES tiles. Groups are smaller if a worker would
@@ -509,7 +562,7 @@ def _split(tiles, computed_panels, panel_bytes, steps, matrices, workers):
             group = max(1, min(group, long_chunks * computed_panels // min_items))
             groups = -(-computed_panels // group)
             return long_chunks, -(-computed_panels // groups)  # equal groups
-    elif steps > MAX_DEPTH:
+    elif inputs > MAX_DEPTH:
         chunks = max(chunks, -(-tiles // CHUNK_TILES))
     # at least 64 groups a worker, as long as a group has one panel or more
     return chunks, max(1, min(group, computed_panels // (64 * workers)))
@@ -586,7 +639,7 @@ def _store_operands(frame, job):
     store_word(job + WIDTH, dim(out, 1))
     store_word(job + PACKED, data(result(frame, 1)))
     store_word(job + TILE_BYTES, 4 * (COLUMNS * rounded_up(dim(x, 1), FULL) + 2 * FULL))
-    store_word(job + WORDS, 1 if PAIRS or WEIGHT_SIZE != BFLOAT16 else 2)
+    store_word(job + WORDS, STEP_INPUTS if PAIRS or WEIGHT_SIZE != BFLOAT16 else 2)
 
 
 @compiled
@@ -602,8 +655,12 @@ def _make_job(frame, workers):
     first_panel = 0 if gated else load_int(options + OPTION_FIRST) // PANEL
     end_panel = panels if gated else -(-load_int(options + OPTION_END) // PANEL)
     computed_panels = end_panel - first_panel
-    panel_bytes = steps * (PANEL if WEIGHT_SIZE == INT8 else 4 * PANEL)
-    max_chunks, group = _split(tiles, computed_panels, panel_bytes, steps, matrices, workers)
+    panel_bytes = steps * STEP_BYTES
+    inputs = steps * STEP_INPUTS
+    cached_bytes = panel_bytes  # of a panel that many tiles use
+    if STEP_INPUTS > 1:
+        cached_bytes = inputs * 4 * PANEL
+    max_chunks, group = _split(tiles, computed_panels, cached_bytes, inputs, matrices, workers)
     chunks_at = JOB_BYTES + 8 * TILE_WORDS * tiles
     low_at = rounded_up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
     low_bytes = low_rank.room(frame, dim(argument(frame, X_OPERAND), 0)) if LOW else 0

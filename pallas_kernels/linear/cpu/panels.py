@@ -5,6 +5,8 @@ Here M are the outputs, K the inputs, P the panels and R the rank; S are adapter
     float32     [P, K, 32]
     int8        [P, K, 32]
     bfloat16    [P, (K + 1) / 2, 32, 2]   pairs of inputs, for instructions that multiply pairs
+    blocks      [P, blocks, bytes]        of 32 outputs: scales, offsets, then input by input, or eight
+                                          inputs of 4 bits in a word, [32] units of each
 
 The factors b [R, M] of products of low rank (`LowRank`) have the same outputs beside each other:
 [2 P, R, 16].
@@ -20,15 +22,26 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.linear.blocks import Blocks
 from pallas_kernels.shared.cpu import huge_pages
 
 PANEL = 32  # outputs of a panel
 DTYPES = ("float32", "bfloat16", "int8")
 
 
-def pack(weight: np.ndarray, *, gated: bool = False, matrices: int = 1) -> np.ndarray:
-    """Returns the panels of a weight [M, K]. matrices: the number of matrices in M."""
-    packed = panels_of(np, weight, gated=gated, matrices=matrices)
+def pack(
+    weight: np.ndarray, *, gated: bool = False, matrices: int = 1, blocks: Blocks | None = None
+) -> np.ndarray:
+    """Returns the panels of a weight.
+
+    Args:
+        weight: [M, K], or [M, bytes] of blocks.
+        matrices: the number of matrices in M.
+    """
+    if blocks is None:
+        packed = panels_of(np, weight, gated=gated, matrices=matrices)
+    else:
+        packed = _block_panels(_outputs_of_panels(np, weight, gated, matrices), blocks)
     out = huge_pages.empty(packed.shape, packed.dtype)
     np.copyto(out, packed)
     return out
@@ -36,13 +49,46 @@ def pack(weight: np.ndarray, *, gated: bool = False, matrices: int = 1) -> np.nd
 
 def panels_of(xp: Any, weight: Any, *, gated: bool = False, matrices: int = 1) -> Any:
     """Returns the panels as an array of `xp`, numpy or jax.numpy. In numpy it may be a view."""
+    panels = _outputs_of_panels(xp, weight, gated, matrices)
+    if weight.dtype.name == "bfloat16":
+        panels = panels.reshape(-1, PANEL, panels.shape[2] // 2, 2)
+    return panels.swapaxes(1, 2)
+
+
+def _outputs_of_panels(xp: Any, weight: Any, gated: bool, matrices: int) -> Any:
+    """Returns the rows of a weight by panels, with padding: [P, 32, K]."""
     rows = _with_padding(xp, weight.reshape(matrices, -1, weight.shape[1]), gated)
     _, m, k = rows.shape  # m: outputs of one matrix
     if gated:
         rows = rows.reshape(matrices, 2, m // PANEL, PANEL // 2, k).swapaxes(1, 2)
-    panels = rows.reshape(matrices * m // PANEL, PANEL, k)
-    pairs = panels.reshape(-1, PANEL, k // 2, 2) if weight.dtype.name == "bfloat16" else panels
-    return pairs.swapaxes(1, 2)
+    return rows.reshape(matrices * m // PANEL, PANEL, k)
+
+
+def _block_panels(panels: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """[P, 32, bytes of a row] -> [P, blocks, bytes of 32 blocks]."""
+    cells = panels.reshape(len(panels), PANEL, -1, blocks.bytes)
+    parts = []
+    start = 0
+    for size, unit in blocks.segments:
+        units = cells[..., start : start + size].reshape(*cells.shape[:3], -1, unit)
+        parts.append(units.transpose(0, 2, 3, 1, 4).reshape(*units.shape[:1], units.shape[2], -1))
+        start += size
+    return np.concatenate(parts, axis=2)
+
+
+def rows_in_panels(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (places, strides) [bytes of a block]: byte i of the block of output o of a panel is
+    at places[i] + o * strides[i] of the panel's blocks.
+    """
+    places = []
+    strides = []
+    start = 0
+    for size, unit in blocks.segments:
+        for byte in range(size):
+            places.append(PANEL * (start + byte - byte % unit) + byte % unit)
+            strides.append(unit)
+        start += size
+    return np.array(places, np.int32), np.array(strides, np.int32)
 
 
 def low_panels_of(xp: Any, b: Any, *, gated: bool = False) -> Any:
@@ -80,11 +126,22 @@ def _with_padding(xp: Any, weights: Any, gated: bool) -> Any:
 
 
 def unpack(
-    packed: np.ndarray, shape: tuple[int, int], *, gated: bool = False, matrices: int = 1
+    packed: np.ndarray,
+    shape: tuple[int, int],
+    *,
+    gated: bool = False,
+    matrices: int = 1,
+    blocks: Blocks | None = None,
 ) -> np.ndarray:
-    """The inverse of `pack`. shape: [M, K] of the weight."""
+    """The inverse of `pack`. shape: [M, K] of the weight, or [M, bytes] of blocks."""
     m, k = shape
-    panels = packed.swapaxes(1, 2).reshape(len(packed), PANEL, -1)  # of pairs: [P, 32, K / 2, 2]
+    if blocks is None:
+        panels = packed.swapaxes(1, 2)
+    else:
+        places, strides = rows_in_panels(blocks)
+        bytes_of_outputs = places + strides * np.arange(PANEL)[:, None]
+        panels = packed[:, :, bytes_of_outputs].swapaxes(1, 2)
+    panels = panels.reshape(len(packed), PANEL, -1)  # of pairs: [P, 32, K / 2, 2]
     parts = 2 if gated else 1
     rows = panels.reshape(matrices, -1, parts, PANEL // parts, panels.shape[2]).swapaxes(1, 2)
     rows = rows.reshape(matrices, parts, -1, panels.shape[2])

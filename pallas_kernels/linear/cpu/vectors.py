@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 from llvmlite import ir
 
+from pallas_kernels.linear.blocks import BLOCKS
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
 from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, external_function, instruction
@@ -40,10 +42,12 @@ WIDE_CPU = has("avx512f")
 COLUMNS = 12 if WIDE_CPU else 6
 VECTORS = 2 if WIDE_CPU else 1  # of 16 outputs that are summed together
 PAIRS = has("avx512bf16") and WIDE_CPU  # the CPU multiplies pairs of bfloat16 numbers
-# A weight's dtype, as the bytes of a number
+# A weight's dtype, as the bytes of a number; that of blocks is their code
 FLOAT32 = 4
 BFLOAT16 = 2
 INT8 = 1
+BLOCKS_BY_CODE = {blocks.code: blocks for blocks in BLOCKS.values()}
+HAS_HALVES = has("f16c") or has("neon")  # the CPU converts float16 numbers
 
 
 def _at(builder, address, index, size):
@@ -79,6 +83,97 @@ def _widened_pairs(builder, w, index, vector):
     return [builder.bitcast(x, float_vector(FULL)) for x in (even, odd)]
 
 
+# Numbers of 4 bits are in words of eight. A digit that is in the mantissa of a float32 number, at bit
+# `place`, is added to the power of two whose mantissa has 1 there. That is the digit with the bits
+# of the exponent; then the power is subtracted, which is exact. The last three digits are not in
+# the mantissa, so the word is shifted.
+
+WORD_NUMBERS = 8
+DIGIT_BITS = 4
+MANTISSA_BITS = 23
+DIGITS_IN_MANTISSA = 5
+SHIFTED_DIGITS = 3  # by so many digits
+
+
+def _digits(builder, address, zero):
+    """Returns the digits of 16 words, less `zero`: a vector of float32 for each of 8 inputs."""
+    integers = ir.VectorType(INT32, FULL)
+    words = builder.load(pointer(builder, address, integers), align=4)
+    shifted = builder.lshr(words, uniform(integers, DIGIT_BITS * SHIFTED_DIGITS))
+    vectors = []
+    for digit in range(WORD_NUMBERS):
+        in_mantissa = digit < DIGITS_IN_MANTISSA
+        place = DIGIT_BITS * (digit if in_mantissa else digit - SHIFTED_DIGITS)
+        power = float(2 ** (MANTISSA_BITS - place))
+        exponent = int(np.float32(power).view(np.int32))
+        bits = builder.and_(words if in_mantissa else shifted, uniform(integers, 15 << place))
+        number = builder.bitcast(builder.or_(bits, uniform(integers, exponent)), float_vector(FULL))
+        vectors.append(builder.fsub(number, constant(power + zero)))
+    return vectors
+
+
+def _halves(builder, address):
+    """Returns 16 float16 numbers as float32. None is infinite or NaN."""
+    halves = ir.VectorType(ir.IntType(16), FULL)
+    bits = builder.load(pointer(builder, address, halves), align=2)
+    if HAS_HALVES:
+        numbers = builder.bitcast(bits, ir.VectorType(ir.HalfType(), FULL))
+        return builder.fpext(numbers, float_vector(FULL))
+    integers = ir.VectorType(INT32, FULL)
+    bits = builder.zext(bits, integers)
+    magnitude = builder.and_(bits, uniform(integers, 0x7FFF))
+    sign = builder.shl(builder.and_(bits, uniform(integers, 0x8000)), uniform(integers, 16))
+    normal = builder.bitcast(builder.shl(magnitude, uniform(integers, 13)), float_vector(FULL))
+    normal = builder.fmul(normal, constant(2.0**112))
+    # XLA's threads would treat the bits of a subnormal number as zero
+    subnormal = builder.sitofp(magnitude, float_vector(FULL))
+    subnormal = builder.fmul(subnormal, constant(2.0**-24))
+    is_normal = builder.icmp_signed(">=", magnitude, uniform(integers, 0x400))
+    number = builder.bitcast(builder.select(is_normal, normal, subnormal), integers)
+    return builder.bitcast(builder.or_(number, sign), float_vector(FULL))
+
+
+def _scales(builder, blocks, address, vector):
+    """Returns 16 scales or offsets of blocks. address: of those of a panel."""
+    address = builder.add(address, ir.Constant(WORD, FULL * blocks.scale_bytes * vector))
+    if blocks.scale_bytes == 2:
+        return _halves(builder, address)
+    return load(builder, address, ir.Constant(WORD, 0), FULL)
+
+
+def _header(builder, blocks, block, vectors):
+    """Returns ((scales, offsets or None) of each of the vectors, address of the numbers)."""
+    scales_bytes = ir.Constant(WORD, PANEL * blocks.scale_bytes)
+    scales = [_scales(builder, blocks, block, v) for v in vectors]
+    offsets = [None for _ in vectors]
+    numbers = builder.add(block, scales_bytes)
+    if blocks.offset:
+        offsets = [_scales(builder, blocks, numbers, v) for v in vectors]
+        numbers = builder.add(numbers, scales_bytes)
+    return list(zip(scales, offsets, strict=True)), numbers
+
+
+def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
+    """Returns the weights of 8 inputs of a block, for 16 outputs: a vector for each input.
+
+    numbers: address of those of the block. index: of the 8 inputs.
+    """
+    start = builder.add(
+        numbers, builder.mul(index, ir.Constant(WORD, WORD_NUMBERS * PANEL * blocks.bits // 8))
+    )
+    if blocks.bits == 4:
+        address = builder.add(start, ir.Constant(WORD, 4 * FULL * vector))
+        vectors = _digits(builder, address, blocks.zero)
+    else:
+        vectors = [
+            _int8_weights(builder, start, ir.Constant(WORD, i), vector)[0]
+            for i in range(WORD_NUMBERS)
+        ]
+    if offset is None:
+        return [builder.fmul(number, scale) for number in vectors]
+    return [multiply_add(builder, number, scale, offset) for number in vectors]
+
+
 def _fetch(builder, address, written, level):
     """Fetches a line.
 
@@ -93,11 +188,63 @@ def _fetch(builder, address, written, level):
     )
 
 
-def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
-    """Generates the sums of a tile, see `multiply`. totals: [columns][vectors] variables."""
+LINE_BYTES = 64  # of a cache line
+
+
+def _fetch_lines(builder, next_weight, index, stride, step_bytes):
+    """Fetches the lines that a step is to fetch."""
+    line = builder.add(next_weight, builder.mul(index, stride))
+    for start in range(0, step_bytes, LINE_BYTES):
+        _fetch(builder, builder.add(line, ir.Constant(WORD, start)), 0, 2)
+
+
+def _add_products(builder, columns, x, place, row, totals, add):
+    """totals [columns][vectors] += an input of the tokens, at `place` of x, times its weights."""
+    for c in range(columns):
+        number = load_one(builder, x, builder.add(place, ir.Constant(WORD, c)))
+        number = splat(builder, number, FULL)
+        for weights, total in zip(row, totals[c], strict=True):
+            builder.store(add(builder, number, weights, builder.load(total)), total)
+
+
+def _add_inputs(builder, kind, columns, vectors, w, x, count, totals, next_weight, stride):
+    """Adds the products of all inputs (or pairs) of a panel, one after the other."""
     native = kind == BFLOAT16 and PAIRS  # an instruction multiplies pairs
     step_inputs = 2 if kind == BFLOAT16 and not PAIRS else 1  # inputs of a step of the loop
     weights = {FLOAT32: _float_weights, INT8: _int8_weights, BFLOAT16: _widened_pairs}[kind]
+    with each_index(builder, count) as index:
+        _fetch_lines(builder, next_weight, index, stride, 2 * LINE_BYTES)
+        rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
+        place = builder.mul(index, ir.Constant(WORD, columns * step_inputs))
+        for part in range(step_inputs):
+            input_place = builder.add(place, ir.Constant(WORD, part * columns))
+            row = rows if native else [parts[part] for parts in rows]
+            add = dot_pairs if native else multiply_add
+            _add_products(builder, columns, x, input_place, row, totals, add)
+
+
+def _add_blocks(builder, blocks, columns, vectors, w, x, count, totals, next_weight, stride):
+    """Adds the products of all inputs of a panel, one after the other, block by block."""
+    step_bytes = PANEL * blocks.bytes
+    with each_index(builder, count) as index:
+        _fetch_lines(builder, next_weight, index, stride, step_bytes)
+        block = _at(builder, w, index, step_bytes)
+        panel_scales, numbers = _header(builder, blocks, block, vectors)
+        first_place = builder.mul(index, ir.Constant(WORD, columns * blocks.inputs))
+        with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
+            rows = [
+                _block_weights(builder, blocks, numbers, part, v, scale, offset)
+                for v, (scale, offset) in zip(vectors, panel_scales, strict=True)
+            ]
+            part_place = builder.mul(part, ir.Constant(WORD, columns * WORD_NUMBERS))
+            place = builder.add(first_place, part_place)
+            for i, row in enumerate(zip(*rows, strict=True)):
+                input_place = builder.add(place, ir.Constant(WORD, columns * i))
+                _add_products(builder, columns, x, input_place, row, totals, multiply_add)
+
+
+def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
+    """Generates the sums of a tile, see `multiply`. totals: [columns][vectors] variables."""
     zero = ir.Constant(WORD, 0)
     for first in range(0, 2, VECTORS):
         vectors = range(first, first + VECTORS)
@@ -109,23 +256,11 @@ def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
         for row, row_places in zip(totals, places, strict=True):
             for total, place in zip(row, row_places, strict=True):
                 builder.store(load(builder, place, zero, FULL), total)
-        with each_index(builder, count) as index:
-            line = builder.add(next_weight, builder.mul(index, stride))
-            for line_offset in (0, 64):
-                _fetch(builder, builder.add(line, ir.Constant(WORD, line_offset)), 0, 2)
-            rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
-            place = builder.mul(index, ir.Constant(WORD, columns * step_inputs))
-            for part, c in itertools.product(range(step_inputs), range(columns)):
-                number = load_one(
-                    builder, x, builder.add(place, ir.Constant(WORD, part * columns + c))
-                )
-                number = splat(builder, number, FULL)
-                for row, total in zip(rows, totals[c], strict=True):
-                    old = builder.load(total)
-                    if native:
-                        builder.store(dot_pairs(builder, number, row, old), total)
-                    else:
-                        builder.store(multiply_add(builder, number, row[part], old), total)
+        operands = w, x, count, totals, next_weight, stride
+        if kind in BLOCKS_BY_CODE:
+            _add_blocks(builder, BLOCKS_BY_CODE[kind], columns, vectors, *operands)
+        else:
+            _add_inputs(builder, kind, columns, vectors, *operands)
         for row, row_places in zip(totals, places, strict=True):
             for total, place in zip(row, row_places, strict=True):
                 store(builder, builder.load(total), place, zero)
@@ -136,14 +271,34 @@ def multiply(builder, kind, columns, w, x, count, sums, next_weight, stride):
     """sums [columns, 32] += x [count, columns] . w [count, 32], as float32.
 
     kind: of the weight, a constant. x: float32, or pairs of bfloat16 if the CPU multiplies those.
-    count: of inputs; of pairs of them if the weight is bfloat16.
-    next_weight: memory that is needed next; every step fetches two lines, `stride` bytes further.
+    count: of inputs; of pairs of them if the weight is bfloat16; of blocks.
+    next_weight: memory that is needed next; every step fetches two lines, or as many bytes as a
+        block has, `stride` bytes further.
     """
 
     def add_tile(width):
         _add_tile(builder, kind.constant, width, w, x, count, sums, next_weight, stride)
 
     each_case(builder, columns, range(1, COLUMNS + 1), add_tile)
+
+
+@instruction
+def widen_blocks(builder, kind, w, count, out):
+    """out [inputs, 32] = the weights of `count` blocks of a panel, as float32."""
+    blocks = BLOCKS_BY_CODE.get(kind.constant)
+    if blocks is None:
+        return
+    with each_index(builder, count) as index:
+        panel_scales, numbers = _header(
+            builder, blocks, _at(builder, w, index, PANEL * blocks.bytes), (0, 1)
+        )
+        block_out = _at(builder, out, index, 4 * PANEL * blocks.inputs)
+        with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
+            part_out = _at(builder, block_out, part, 4 * PANEL * WORD_NUMBERS)
+            for v, (scale, offset) in enumerate(panel_scales):
+                weights = _block_weights(builder, blocks, numbers, part, v, scale, offset)
+                for i, vector in enumerate(weights):
+                    store(builder, vector, part_out, ir.Constant(WORD, PANEL * i + FULL * v))
 
 
 def _prefetch(written):

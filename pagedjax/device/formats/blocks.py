@@ -1,0 +1,108 @@
+"""Weights in blocks: each row is bytes, in which a few neighbouring inputs share a scale
+(pallas_kernels/linear/blocks.py).
+
+A GGUF file's matrices are loaded so with `weight_dtype="stored"`. The rounding of floats is that of
+ggml (`quantize_row_q4_0_ref` and its like in ggml-quants.c), so floats that are restored and rounded
+again are the same numbers, up to the order of equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from pagedjax.device.formats.format import Array, Format
+from pagedjax.device.linear import BLOCKS, Blocks, Matrix, linear
+from pallas_kernels.linear.blocks import Parts, recoded, restored, rows_of_parts
+
+__all__ = ["FORMATS", "ROUNDED", "Parts", "pack", "recoded", "rows_of_parts"]
+
+ROWS = 1024  # that are rounded at a time: their float32 copy has up to eight times the bytes
+
+
+def pack(blocks: Blocks, matrix: Any) -> tuple[np.ndarray]:
+    """[out, in] floats -> (uint8 [out, bytes of a row]).
+
+    Raises:
+        ValueError: rows are not whole blocks, or floats are not rounded to this format.
+    """
+    if blocks.name not in ROUNDED:
+        raise ValueError(
+            f"floats are not rounded to {blocks.name} here, only to {', '.join(ROUNDED)}; give the "
+            "matrix as it is stored, or load the model without weight_dtype"
+        )
+    matrix = np.asarray(matrix)
+    rows = np.empty((len(matrix), blocks.row_bytes(matrix.shape[1])), np.uint8)
+    for start in range(0, len(matrix), ROWS):
+        part = matrix[start : start + ROWS].astype(np.float32)
+        cells = part.reshape(len(part), -1, blocks.inputs)
+        rows[start : start + ROWS] = rows_of_parts(ROUNDED[blocks.name](cells), blocks, np)
+    return (rows,)
+
+
+def _inverse(scales: np.ndarray) -> np.ndarray:
+    """1 / scales, and 0 for 0."""
+    return np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+
+
+def _q4_0(cells: np.ndarray) -> Parts:
+    """The number of largest magnitude in a block becomes -8."""
+    places = np.abs(cells).argmax(-1, keepdims=True)
+    scales = np.take_along_axis(cells, places, -1)[..., 0] / np.float32(-8)
+    numbers = np.trunc(cells * _inverse(scales)[..., None] + np.float32(8.5)).clip(0, 15) - 8
+    return Parts(numbers.astype(np.int8), scales, None)
+
+
+def _q4_1(cells: np.ndarray) -> Parts:
+    """The smallest number of a block becomes 0, and the largest 15."""
+    offsets = cells.min(-1)
+    scales = (cells.max(-1) - offsets) / np.float32(15)
+    steps = (cells - offsets[..., None]) * _inverse(scales)[..., None]
+    numbers = np.trunc(steps + np.float32(0.5)).clip(0, 15)
+    return Parts(numbers.astype(np.int8), scales, offsets)
+
+
+def _q8_0(cells: np.ndarray) -> Parts:
+    """The number of largest magnitude in a block becomes 127 or -127."""
+    scales = np.abs(cells).max(-1) / np.float32(127)
+    steps = cells * _inverse(scales)[..., None]
+    numbers = np.copysign(np.floor(np.abs(steps) + np.float32(0.5)), steps)
+    return Parts(numbers.astype(np.int8), scales, None)
+
+
+ROUNDED = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}
+
+
+def restore(blocks: Blocks, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return restored(np.asarray(arrays[0]), blocks, np)
+
+
+def multiply(
+    x: jax.Array, arrays: Sequence[jax.Array], matrix: Matrix, **options: Any
+) -> jax.Array:
+    return linear(x, arrays[0], matrix, **options)
+
+
+def rows(weights: jax.Array, arrays: Sequence[jax.Array], ids: jax.Array, dtype: str) -> jax.Array:
+    return weights.astype(dtype)
+
+
+def bytes_of(blocks: Blocks, matrix: Matrix) -> tuple[int, int]:
+    return matrix.outputs, blocks.row_bytes(matrix.inputs)
+
+
+FORMATS = {
+    name: Format(
+        arrays=(Array("", partial(bytes_of, blocks), "uint8", dims=2),),
+        pack=partial(pack, blocks),
+        restore=partial(restore, blocks),
+        multiply=multiply,
+        rows=rows,
+        blocks=blocks,
+    )
+    for name, blocks in BLOCKS.items()
+}

@@ -1,0 +1,189 @@
+"""Products of matrices in blocks: those of the restored weights, and on a CPU with the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.linear import BLOCKS, IMPLS, Blocks, Matrix, linear
+from pallas_kernels.linear.blocks import Parts, parts_of, recoded, restored, rows_of_parts
+from tests.pallas_kernels import older_cpus
+from tests.pallas_kernels.test_linear import HERE, case, expected, run, size_of_terms
+
+pytestmark = pytest.mark.few_optimisations
+ON_CPU = pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+ERROR = {"float32": 3e-6, "bfloat16": 2**-7}  # bfloat16: of x and of XLA's weights
+MOST = {"reference": ["q4_1", "q6_k"], "xla": ["q4_0", "any"]}
+
+
+def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Parts:
+    """Scales are float16 numbers, of which some are subnormal, times the integers of "K" encodings
+    in float32.
+    """
+    rng = np.random.default_rng(seed)
+    cells = outputs, inputs // blocks.inputs
+    first, last = (-127, 128) if blocks.bits == 8 else (-blocks.zero, 16 - blocks.zero)
+    numbers = rng.integers(first, last, (*cells, blocks.inputs)).astype(np.int8)
+    scales = (rng.standard_normal(cells) / 100).astype(np.float16)
+    scales[0] = np.float16(3e-7)
+    scales = scales.astype(np.float32)
+    if blocks.scale == "float32":
+        scales = scales * rng.integers(1, 64, cells).astype(np.float32)
+    offsets = None
+    if blocks.offset:
+        offsets = rng.standard_normal(cells).astype(np.float16).astype(np.float32)
+    return Parts(numbers, scales, offsets)
+
+
+def weights_of(parts: Parts) -> np.ndarray:
+    weights = parts.scales[..., None] * parts.numbers.astype(np.float32)
+    if parts.offsets is not None:
+        weights = weights + parts.offsets[..., None]
+    return weights.reshape(len(weights), -1)
+
+
+def in_blocks(arguments: dict[str, Any], blocks: Blocks) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `linear` with a weight in blocks, and with the same weight in floats."""
+    matrix = arguments["matrix"]
+    parts = random_parts(blocks, matrix.outputs, matrix.inputs)
+    rows = rows_of_parts(parts, blocks, np)
+    stored = arguments | {"weight": rows, "matrix": matrix._replace(blocks=blocks)}
+    return stored, arguments | {"weight": weights_of(parts)}
+
+
+CASES = {
+    "a token": {"t": 1, "k": 64, "m": 96},
+    "a chunk": {"t": 40, "k": 96, "m": 70, "norm": False, "bias": True, "residual": True},
+    "deep": {"t": 14, "k": 4192, "m": 37},
+    "gates": {"t": 13, "k": 64, "m": 2 * 37, "activation": "silu", "norm": True},
+    "rows": {"t": 9, "k": 64, "m": 100, "rows": (7, 99), "residual": True, "bias": True},
+    "low rank": {"t": 13, "k": 64, "m": 128, "low": (3, 4, (32, 48, 64)), "norm": False},
+    "experts": {"t": 40, "k": 32, "m": 4 * 64, "sizes": (3, 0, 30, 7), "activation": "silu"},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rows_have_the_parts_that_they_were_made_of(name):
+    blocks = BLOCKS[name]
+    parts = random_parts(blocks, 5, 96)
+    rows = rows_of_parts(parts, blocks, np)
+    assert (rows.dtype, rows.shape) == (np.uint8, (5, blocks.row_bytes(96)))
+    chex.assert_trees_all_equal(parts_of(rows, blocks, np), parts)
+    chex.assert_trees_all_equal(restored(rows, blocks, np), weights_of(parts))
+    in_jax = jax.jit(lambda x: restored(x, blocks, jnp))(rows)
+    chex.assert_trees_all_equal(np.asarray(in_jax), weights_of(parts))
+    for to in BLOCKS.values():
+        if to.holds(blocks):
+            same = restored(recoded(rows, blocks, to, np), to, np)
+            chex.assert_trees_all_equal(same.view(np.int32), weights_of(parts).view(np.int32))
+    assert BLOCKS["any"].holds(blocks)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_packed_rows_are_unpacked_and_found(name, impl):
+    blocks = BLOCKS[name]
+    kernel = IMPLS[impl]
+    for matrix in (Matrix(70, 96), Matrix(74, 64, True), Matrix(4 * 34, 32, True, 4)):
+        rows = rows_of_parts(random_parts(blocks, *matrix[:2]), blocks, np)
+        matrix = matrix._replace(blocks=blocks)
+        packed = kernel.pack(rows, matrix)
+        chex.assert_trees_all_equal(kernel.unpack(packed, matrix), rows)
+        if not matrix.gated:
+            ids = np.array([0, 69, 31, 32, 31])
+            gathered = kernel.gather(jax.device_put(packed), matrix, jnp.asarray(ids))
+            chex.assert_trees_all_equal(np.asarray(gathered), restored(rows, blocks, np)[ids])
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    [
+        pytest.param(impl, name, marks=() if name in MOST[impl] else pytest.mark.slow)
+        for impl in MOST
+        for name in BLOCKS
+    ],
+)
+def test_products_are_those_of_the_restored_weights_in_float64(impl, name, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.linear.xla.PANEL_ROWS", 32)  # and the rest of a matrix
+    for case_name in ("a chunk", "gates", "experts"):
+        stored, floats = in_blocks(case(**CASES[case_name]), BLOCKS[name])
+        exact = expected(floats)
+        limit = ERROR["float32"] * max(np.abs(exact).max(), size_of_terms(floats))
+        output = run(stored, impl)
+        chex.assert_trees_all_close(output.astype(np.float64), exact, rtol=0, atol=limit)
+
+
+def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
+    """bfloat16: x and results are rounded, and the weights never are."""
+    stored, floats = in_blocks(case(**CASES[case_name], dtype=dtype), BLOCKS[name])
+    output = run(stored, "cpu")
+    exact = expected(floats)
+    limit = ERROR[dtype] * max(np.abs(exact).max(), size_of_terms(floats))
+    chex.assert_trees_all_close(output.astype(np.float64), exact, rtol=0, atol=limit)
+    if dtype == "float32":
+        chex.assert_trees_all_equal(output, run(floats, "cpu"))
+
+
+# a second of compilation for each format, and one more for low rank
+QUICK = {("q4_1", name, "float32") for name in CASES} | {
+    *(("q8_0", name, "float32") for name in ("a chunk", "deep")),
+    *(("q4_0", name, "bfloat16") for name in ("a chunk", "gates")),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("name", "case_name", "dtype"),
+    [
+        pytest.param(*key, marks=() if key in QUICK else pytest.mark.slow)
+        for key in [(n, c, d) for n in BLOCKS for c in CASES for d in ERROR]
+    ],
+)
+def test_the_cpu_kernel_has_the_bits_of_the_restored_weights(name, case_name, dtype):
+    assert_bits_of_floats(name, case_name, dtype)
+
+
+@ON_CPU
+def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it():
+    options: dict[str, Any] = {"activation": "silu", "norm": False}
+    arguments, _ = in_blocks(case(512, 576, 960, **options), BLOCKS["q4_1"])
+    output = run(arguments, "cpu")
+    for first, last in ((0, 1), (100, 107), (3, 67), (511, 512)):
+        alone = run({**arguments, "x": arguments["x"][first:last]}, "cpu")
+        chex.assert_trees_all_equal(alone, output[first:last])
+
+
+def test_rows_that_are_no_blocks_are_refused():
+    with pytest.raises(ValueError, match="a row has 40 inputs; q4_1 needs a multiple of 32"):
+        BLOCKS["q4_1"].row_bytes(40)
+
+
+def test_an_implementation_without_gates_of_this_kind_is_named():
+    matrix = Matrix(64, 32, True, blocks=BLOCKS["q4_0"])
+    x = jnp.zeros((3, 32))
+    rows = jnp.zeros((64, 18), jnp.uint8)
+    with pytest.raises(ValueError, match="has the gates silu, gelu_tanh and not 'gelu'"):
+        linear(x, rows, matrix, impl="cpu", activation="gelu")
+
+
+PROGRAM = """
+from tests.pallas_kernels.test_linear_blocks import CASES, assert_bits_of_floats
+from pallas_kernels.linear.cpu import vectors
+print(vectors.COLUMNS, vectors.HAS_HALVES)
+for name in ("q4_0", "q4_1", "q8_0", "q6_k"):
+    for case_name in CASES:
+        assert_bits_of_floats(name, case_name, "float32")
+"""
+
+
+@pytest.mark.slow
+@older_cpus.by_name
+@ON_CPU
+def test_the_cpu_kernel_without_the_newest_instructions(name, tmp_path):
+    columns = older_cpus.printed(PROGRAM, name, tmp_path)[0]
+    assert columns == {"AVX2": "6 True", "AVX-512 without pairs": "12 False"}[name]
