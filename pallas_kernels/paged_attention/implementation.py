@@ -34,7 +34,7 @@ class Implementation(NamedTuple):
     name: its name in error messages and in `api.IMPLS`.
     attend: (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale, window, soft_cap) ->
         [T, N, D], the contract of `api.paged_attention`. Pages come in rows of `page_row(D)`
-        numbers.
+        numbers. It gets `sinks` too where there are some, if it takes them.
     obstacle: (device, *, dtype, query_dtype, head_dim, block_size, kv_heads, heads) -> the reason
         why it cannot serve such a cache on the device, as the rest of a sentence; empty if it can.
         `dtype` is that of the keys and values.
@@ -58,6 +58,7 @@ class Implementation(NamedTuple):
     probabilities: returns the weights of the values for some heads of single queries, the contract
         of `probabilities.probabilities`; None: it has no such function. All implementations in
         `api.IMPLS` have the same function.
+    takes_sinks: whether `attend` and its other forms take the keyword `sinks`, [N] float32.
     """
 
     name: str
@@ -72,3 +73,4 @@ class Implementation(NamedTuple):
     decodes_alone: bool = False
     pages: Callable[..., jax.Array] | None = None
     probabilities: Callable[..., jax.Array] | None = None
+    takes_sinks: bool = False

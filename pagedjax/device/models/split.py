@@ -184,6 +184,8 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
         padded_heads = heads(c, n)
         kind = padded_heads.queries if owner == "q_norm" else padded_heads.keys
         return (Split(AXES, _row_order(kind, c.head_dim)),)
+    if path[-1] == "sinks":
+        return (Split(AXES, heads(c, n).queries),)
     if "attn" in path and owner in ("qkv", "out"):
         return _attention(c, n, owner, path[-1])
     if "mlp" in path and owner != "router":
