@@ -8,7 +8,7 @@ from pagedjax.device.layers import Linear
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, LayerKind
 from pagedjax.device.models.mixers.mixer import Kept, Mixer, MixerLayer, row_of_tokens
-from pagedjax.device.models.mlp import Experts, Groups
+from pagedjax.device.models.mlp import ClampedGates, Experts, Groups
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 from pagedjax.device.score import score
@@ -19,6 +19,7 @@ from pagedjax.weights.families import built_in
 __all__ = [
     "Architecture",
     "Block",
+    "ClampedGates",
     "Decoder",
     "DecoderConfig",
     "Experts",

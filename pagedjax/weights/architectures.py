@@ -367,6 +367,29 @@ _BUILT_IN = (
         ignored=("model.layers.{layers}.*",),  # a layer that predicts several tokens
     ),
     _built_in(
+        "gpt_oss",
+        "gpt_oss",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True}
+            | {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
+            | {"num_local_experts": 128, "num_experts_per_tok": 4}
+            | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+            | {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            nullable=("sliding_window",),
+            renamed={"num_experts": "num_local_experts"},
+        ),
+    ),
+    _built_in(
         "gpt_neox",
         "gpt_neox",
         Architecture(
@@ -586,7 +609,9 @@ def _normalised(
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         scaling["rope_type"] = "longrope" if kind == "su" else kind  # its name in older files
         scaling.pop("type", None)
-    result["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
+    # where an architecture scales by default, "default" says that this model does not
+    is_scaled = architecture.defaults.get("rope_scaling") or scaling.get("rope_type") != "default"
+    result["rope_scaling"] = scaling if scaling and is_scaled else None
     present = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
     result = {**architecture.defaults, **present}
     _check_read(result, source, family, architecture)

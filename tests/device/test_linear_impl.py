@@ -82,13 +82,13 @@ def random_params(config: Any) -> Any:
 
 
 @pytest.mark.default_cases
-@pytest.mark.slow_cases("Gemma 2-False", "Qwen3-MoE-False", "Qwen2-True")
+@pytest.mark.slow_cases("Gemma 2-False", "Qwen3-MoE-False", "Qwen2-True", "GPT-OSS-True")
 @pytest.mark.parametrize(
     ("name", "int8"),
     [
         *((name, False) for name in ("Gemma 2", "Qwen3-MoE", "Llama 2", "Qwen2")),
         ("GPT-2, untied, exact GELU, a narrow MLP", False),
-        *((name, True) for name in ("Llama 2", "Qwen3-MoE", "Gemma 2", "Qwen2")),
+        *((name, True) for name in ("Llama 2", "Qwen3-MoE", "Gemma 2", "Qwen2", "GPT-OSS")),
     ],
 )
 def test_every_implementation_serves_every_family(name, int8):

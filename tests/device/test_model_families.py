@@ -198,6 +198,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 48, "first_k_dense_replace": 2, "norm_topk_prob": False},
     ),
+    "GPT-OSS": (
+        "gpt_oss",
+        BODY
+        | {"head_dim": 32, "sliding_window": 16, "intermediate_size": 40}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 1.5}
+        | {"rope_scaling": YARN | {"truncate": False, "beta_fast": 8.0}},
+    ),
+    "GPT-OSS without windows, biases or scaling": (
+        "gpt_oss",
+        BODY
+        | {"head_dim": 16, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        | {"tie_word_embeddings": True},
+    ),
     "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
     "SmolLM3, windows": (
         "smollm3",
@@ -255,6 +270,7 @@ ON_A_MESH = (
     "Qwen3-MoE",
     "Qwen2-MoE",
     "GLM-4.5",
+    "GPT-OSS",
     "Phi-4-mini",
     "GPT-NeoX",
     "Granite 3",
@@ -275,6 +291,7 @@ CONVERTED = (
     "Granite 4 Hybrid",
     "Qwen2-MoE",
     "GLM-4.5",
+    "GPT-OSS",
 )
 IN_16_BITS = (
     "Llama 2",
@@ -289,6 +306,7 @@ IN_16_BITS = (
     "Granite 4 Hybrid",
     "Qwen2-MoE",
     "GLM-4.5",
+    "GPT-OSS",
 )
 
 
@@ -320,6 +338,8 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                 )
             elif name in FINAL:  # of both signs, or a tied model would say its last token again
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
+            elif name.endswith("sinks"):  # below scores, among them and above
+                parameter.normal_(0.0, 2.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in theirs.named_buffers():

@@ -4,7 +4,10 @@ lists them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 
 class ParamSource(NamedTuple):
@@ -16,6 +19,9 @@ class ParamSource(NamedTuple):
     rows: the number of rows of each source, so that an error can name the wrong source; () if there
         is one source, or to check only the sum.
     optional: omit the parameter if none of its sources exists.
+    stacked: the one source has so many matrices of equal size, [stacked, out, in], or as many
+        vectors [stacked, n]. They are joined on axis 0. With `transpose` each is transposed first,
+        [stacked, in, out], and not what they make. 0: the sources are not stacked.
     order: a permutation of the joined rows: row i of the parameter is row order[i] of them; (): they
         stay as they are.
     """
@@ -27,3 +33,35 @@ class ParamSource(NamedTuple):
     rows: tuple[int, ...] = ()
     optional: bool = False
     order: tuple[int, ...] = ()
+    stacked: int = 0
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The parameter, from the tensors of its sources."""
+        value = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        if self.stacked:
+            value = np.swapaxes(value, 1, 2) if self.transpose else value
+            value = value.reshape(self.shape)
+        if self.order:
+            value = value[np.asarray(self.order)]
+        turned = self.transpose and not self.stacked
+        return np.ascontiguousarray(value.T) if turned else value
+
+    def split(self, value: np.ndarray, rows: Sequence[int]) -> list[np.ndarray]:
+        """The inverse of `joined`. rows: the number of rows of each tensor."""
+        value = value.T if self.transpose and not self.stacked else value
+        if self.order:
+            ordered = value
+            value = np.empty_like(ordered)
+            value[np.asarray(self.order)] = ordered
+        if not self.stacked:
+            return np.split(value, np.cumsum(rows)[:-1])
+        value = value.reshape(self.stacked, -1, *self.shape[1:])
+        return [np.swapaxes(value, 1, 2) if self.transpose else value]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of all sources together, as files have them."""
+        if not self.stacked:
+            return self.shape[::-1] if self.transpose else self.shape
+        of_one = self.shape[0] // self.stacked, *self.shape[1:]
+        return self.stacked, *(of_one[::-1] if self.transpose else of_one)

@@ -234,6 +234,8 @@ def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]
     width = _padded(size, mesh.tensor)
     if name == "down":
         return (Split((EXPERT,)), Split((TENSOR,), width))
+    if name == "down_bias":
+        return (Split((EXPERT,)),)
     # axes: mesh.expert, mesh.tensor, the experts of a device, rows of an expert
     expert_rows = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)
     first = np.arange(count).reshape(mesh.expert, 1, -1, 1) * 2 * size
