@@ -512,6 +512,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# by the method of a quantisation, where to find a model without it
+REMEDIES = {
+    "mxfp4": "use a copy in bfloat16: transformers writes one, if it loads the model with "
+    "Mxfp4Config(dequantize=True) and saves it",
+}
+
+
 def _check_read(
     config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
 ) -> None:
@@ -583,10 +590,8 @@ def _normalised(
 ) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
-        raise ValueError(
-            f"{source}: {method!r} quantisation is not supported; use the unquantised model or a "
-            "GGUF file"
-        )
+        remedy = REMEDIES.get(method, "use the unquantised model or a GGUF file")
+        raise ValueError(f"{source}: {method!r} quantisation is not supported; {remedy}")
 
     result = {architecture.renamed.get(key, key): value for key, value in config.items()}
     rope = {**(result.pop("rope_parameters", None) or {})}

@@ -232,7 +232,16 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read, dtype: str) -> Gr
     shapes = {name: (count, *other_sizes) for name, count in zip(entry.sources, rows, strict=True)}
 
     def parts() -> list[np.ndarray]:
-        return entry.split(read(entry), rows)
+        value = read(entry)
+        joined = value.T if entry.transpose and not entry.stacked else value
+        if entry.order:
+            ordered = joined
+            joined = np.empty_like(ordered)
+            joined[np.asarray(entry.order)] = ordered
+        if not entry.stacked:
+            return np.split(joined, np.cumsum(rows)[:-1])
+        stack = joined.reshape(entry.stacked, -1, *entry.shape[1:])
+        return [np.swapaxes(stack, 1, 2) if entry.transpose else stack]
 
     return Group(shapes, parts, dtype_of(entry.path, dtype))
 

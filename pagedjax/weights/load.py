@@ -162,9 +162,15 @@ def own_table(table: Sequence[ParamSource]) -> tuple[ParamSource, ...]:
 def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: str) -> np.ndarray:
     """The parameter on the host: [*entry.shape], of a model of `dtype`."""
     own_dtype = np_dtype(dtype_of(entry.path, dtype))
-    return entry.joined(
-        [tensors[name].read().astype(own_dtype, copy=False) for name in entry.sources]
-    )
+    parts = [tensors[name].read().astype(own_dtype, copy=False) for name in entry.sources]
+    value = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if entry.stacked:
+        value = np.swapaxes(value, 1, 2) if entry.transpose else value
+        value = value.reshape(entry.shape)
+    if entry.order:
+        value = value[np.asarray(entry.order)]
+    turned = entry.transpose and not entry.stacked
+    return np.ascontiguousarray(value.T) if turned else value
 
 
 def check_table(

@@ -326,7 +326,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
 
     model_type, settings = CASES[request.param]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type, **deepcopy(settings))  # it writes into them
     theirs = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()

@@ -4,10 +4,7 @@ lists them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 
 class ParamSource(NamedTuple):
@@ -34,29 +31,6 @@ class ParamSource(NamedTuple):
     optional: bool = False
     order: tuple[int, ...] = ()
     stacked: int = 0
-
-    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The parameter, from the tensors of its sources."""
-        value = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        if self.stacked:
-            value = np.swapaxes(value, 1, 2) if self.transpose else value
-            value = value.reshape(self.shape)
-        if self.order:
-            value = value[np.asarray(self.order)]
-        turned = self.transpose and not self.stacked
-        return np.ascontiguousarray(value.T) if turned else value
-
-    def split(self, value: np.ndarray, rows: Sequence[int]) -> list[np.ndarray]:
-        """The inverse of `joined`. rows: the number of rows of each tensor."""
-        value = value.T if self.transpose and not self.stacked else value
-        if self.order:
-            ordered = value
-            value = np.empty_like(ordered)
-            value[np.asarray(self.order)] = ordered
-        if not self.stacked:
-            return np.split(value, np.cumsum(rows)[:-1])
-        value = value.reshape(self.stacked, -1, *self.shape[1:])
-        return [np.swapaxes(value, 1, 2) if self.transpose else value]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
