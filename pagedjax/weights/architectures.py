@@ -291,7 +291,7 @@ _BUILT_IN = (
             LLAMA_DEFAULTS
             | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
             | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
-            | {"num_local_experts": 8, "shared_intermediate_size": 1024}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
             | {"position_embedding_type": None, "time_step_limit": [0.0, float("inf")]}
             | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
             | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2}
@@ -329,6 +329,16 @@ _BUILT_IN = (
             LLAMA_DEFAULTS
             | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
             | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
+        ),
+    ),
+    _built_in(
+        "granitemoe",
+        "granite",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
+            | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2}
         ),
     ),
     _built_in("olmo2", "olmo", Architecture(OLMO_DEFAULTS)),

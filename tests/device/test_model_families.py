@@ -164,6 +164,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_proj_bias": True, "time_step_limit": [0.01, 0.5]}
         | {"position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
+    "Granite 4 Hybrid with experts": (
+        "granitemoehybrid",
+        BODY
+        | {"num_hidden_layers": 2, "shared_intermediate_size": 72, "intermediate_size": 40}
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "residual_multiplier": 0.7}
+        | {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3}
+        | {"attention_multiplier": 0.3, "tie_word_embeddings": True},
+    ),
+    "Granite 3 MoE": (
+        "granitemoe",
+        BODY
+        | {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.1}
+        | {"residual_multiplier": 0.6, "logits_scaling": 3.0},
+    ),
     "Mixtral": ("mixtral", BODY | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "Qwen3-MoE": (
         "qwen3_moe",
@@ -260,6 +276,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The programs of a mesh take the most time, and what a mesh splits is the same for the others.
 ON_A_MESH = (
+    "Granite 4 Hybrid with experts",
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
@@ -278,6 +295,8 @@ ON_A_MESH = (
     "GLM-4",
 )
 CONVERTED = (
+    "Granite 4 Hybrid with experts",
+    "Granite 3 MoE",
     "Gemma 3, stretched where it sees all",
     "SmolLM3",
     "Phi-4-mini",
@@ -294,6 +313,7 @@ CONVERTED = (
     "GPT-OSS",
 )
 IN_16_BITS = (
+    "Granite 4 Hybrid with experts",
     "Llama 2",
     "SmolLM3",
     "Phi-4-mini",
@@ -650,8 +670,6 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
     elif model_type not in ("llama", "qwen2", "qwen3", "exaone4", "qwen2_moe"):
         # these five have as many key heads as queries, 16 or 32
         del sizes["num_key_value_heads"]
-    if model_type == "granitemoehybrid":
-        sizes["num_local_experts"] = 0
     full = AutoConfig.for_model(model_type, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
         # of Llama's and Mistral's classes: computed from their own default sizes
@@ -722,7 +740,11 @@ def test_a_gemma_names_the_stretched_context_itself():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("Granite 4 Hybrid", {"num_local_experts": 4}, "num_local_experts is 4; experts beside"),
+        (
+            "Granite 4 Hybrid with experts",
+            {"num_experts_per_tok": 7},
+            "a token uses 7 of 6 experts",
+        ),
         ("Granite 4 Hybrid", {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of"),
         ("Granite 4 Hybrid", {"mamba_n_heads": 7}, "mamba_n_heads 7 times mamba_d_head"),
         (
