@@ -156,7 +156,8 @@ def _attention_impl(
                 "has sinks, of which each query head has its own; use 'streaming' or 'full'"
             )
         # each key head selects its own blocks, so attention is called for one key head at a time
-        one_key_head = sizes | {"kv_heads": 1, "heads": device_part.heads // device_part.kv_heads}
+        group = device_part.heads // device_part.kv_heads
+        one_key_head: dict[str, Any] = sizes | {"kv_heads": 1, "heads": group}
         try:
             attention.choose(impl, device, invariant=invariant, **dtypes, **one_key_head)
         except ValueError as error:

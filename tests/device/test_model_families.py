@@ -553,6 +553,7 @@ def gpt2_shape(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     }
 
 
+OSS = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4}
 MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 # name: (model_type, its config.json, parameters as published, bytes of keys and values a token in
 # 16 bit)
@@ -628,6 +629,13 @@ REAL = {
         1_279_391_488,
         61_440,
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        "qwen2_moe",
+        shape(24, 2048, 5632, 16, 16, 151936),
+        14_315_784_192,
+        196_608,
+    ),
+    "gpt-oss-20b": ("gpt_oss", shape(24, 2880, 2880, 64, 8, 201088, **OSS), 20_914_757_184, 49_152),
     "Qwen3-30B-A3B": (
         "qwen3_moe",
         shape(48, 2048, 6144, 32, 4, 151936, **MOE),
