@@ -15,7 +15,7 @@ from pagedjax.device.models.mixers.mixer import (
     MixerLayer,
     row_of_tokens,
 )
-from pagedjax.device.models.mlp import Experts, Groups
+from pagedjax.device.models.mlp import ClampedGates, Experts, Groups
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 from pagedjax.device.score import score
@@ -26,6 +26,7 @@ from pagedjax.weights.families import built_in
 __all__ = [
     "Architecture",
     "Block",
+    "ClampedGates",
     "Decoder",
     "DecoderConfig",
     "Experts",

@@ -64,7 +64,7 @@ def cache_plan(config: EngineConfig, shape: Shape) -> CachePlan:
     decoder = decoder_of(shape)
     no_arrays: Any = None
     model = Model(decoder, no_arrays, no_arrays, config.dtype or "bfloat16")
-    geometry.check_mixers(config, model)
+    geometry.check_layers(config, model)
     layout = geometry.layers_in_groups(config, model)
     kv_dtype = config.kv_cache_dtype or model.dtype
     block = geometry.block_shape(config.block_size, model, kv_dtype, layout=layout)

@@ -36,7 +36,7 @@ from jax.flatten_util import ravel_pytree
 
 from experiments.core.optional_imports import require
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline
-from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.checkpoints import Loss, State, begin, open_checkpoints, restore, save
 from experiments.training.command import (
     add_setup,
     check_least,
@@ -264,7 +264,7 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     """
     trainer = make_trainer(setup)
     begin(out, dataclasses.asdict(setup))
-    with opened(out) as manager:
+    with open_checkpoints(out) as manager:
         step, state, losses = restore(manager, trainer.start)
         say(
             f"{state.params.size} parameters; {2 * setup.pairs * setup.worlds} worlds of "

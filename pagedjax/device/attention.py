@@ -21,11 +21,13 @@ from pagedjax.options.own_values import named_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 from pallas_kernels.paged_attention.expanded import Expansion as Expansion
+from pallas_kernels.paged_attention.probabilities import weights_of as weights_of
 from pallas_kernels.shared.page_bits import BITS, read, stored
 
 BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
 
-# (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
+# (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]; a
+# model with sinks gives the keyword `sinks` too
 Attend = Callable[..., jax.Array]
 
 # The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" is here since its
@@ -43,11 +45,14 @@ def find(name: Any) -> Implementation:
     return named_value("attention_impl", name, Implementation, IMPLS, shared=True)
 
 
-def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
+def choose(
+    name: Any, device: Any, *, invariant: bool = False, sinks: bool = False, **sizes: Any
+) -> str:
     """Returns the name of an engine's implementation: `name`, or the default if that is None.
 
     Args:
         invariant: the engine is batch-invariant.
+        sinks: the model has attention sinks.
         sizes: the keyword arguments of `Implementation.obstacle`. `dtype` is that of the keys and
             values in the cache.
 
@@ -60,7 +65,14 @@ def choose(name: Any, device: Any, *, invariant: bool = False, **sizes: Any) -> 
         if reason:
             raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
     if name is None:
-        return next(impl for impl in DEFAULTS if not find(impl).obstacle(device, **sizes))
+        able = [impl for impl in DEFAULTS if find(impl).takes_sinks or not sinks]
+        return next(impl for impl in able if not find(impl).obstacle(device, **sizes))
+    if sinks and not find(name).takes_sinks:
+        able = ", ".join(repr(impl.name) for impl in IMPLS.values() if impl.takes_sinks)
+        raise ValueError(
+            f"attention_impl {name!r} takes no sinks, and the model has a sink in each head; those "
+            f"that take them: {able} (one of your own says so with takes_sinks=True)"
+        )
     obstacle = find(name).obstacle(device, **sizes)
     if obstacle:
         raise ValueError(f"attention_impl {name!r} {obstacle}; 'xla' has no such limit")
@@ -193,7 +205,7 @@ def probabilities(
     Args:
         q: [R, N, D] the queries of `rows`, which have one token each.
         heads: the query heads whose weights are wanted.
-        options: window and soft_cap, as of an `Attend`.
+        options: window and soft_cap, and sinks, as of an `Attend`.
 
     Raises:
         ValueError: an implementation of one's own without `probabilities`.

@@ -151,6 +151,7 @@ def _batch_invariant(module: Decoder) -> Decoder:
         None,
         device,
         invariant=True,
+        sinks=c.sinks,
         dtype=dtype,
         query_dtype=dtype,
         head_dim=c.head_dim,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pagedjax.device.attention import IMPLS, Attend, Bound, Implementation
+from pagedjax.device.attention import IMPLS, Attend, Bound, Implementation, weights_of
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import init
 from pagedjax.device.extras import Factors, TokenAdapters
@@ -42,7 +42,14 @@ def packed(tokens: jax.Array) -> Batch:
 
 
 def dense(
-    q, k_pages, v_pages, *_, scale: float, window: int | None = None, soft_cap: float | None = None
+    q,
+    k_pages,
+    v_pages,
+    *_,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """An `Attend` for `packed` windows in plain XLA, in float32. All S x S scores exist at the same
     time.
@@ -56,18 +63,25 @@ def dense(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     distance = jnp.arange(s)[:, None] - jnp.arange(s)
     is_seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    rows = None if sinks is None else sinks.reshape(k, -1, 1)  # [K, G, S]
+    weights = weights_of(scores, rows)
     return jnp.einsum("bkgst,bktd->bskgd", weights, values).reshape(q.shape).astype(q.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exact(
-    options: tuple[tuple[str, Any], ...], q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array
+    options: tuple[tuple[str, Any], ...],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    *rows: jax.Array,
 ):
     """`exact`, with the options in a form that can be hashed."""
     invariant = IMPLS["cpu"].invariant
     assert invariant is not None
-    return invariant(q, k, v, *rows, **dict(options))
+    return invariant(q, k, v, *rows, sinks=sinks, **dict(options))
 
 
 def _forward(options: Any, *arrays: jax.Array) -> tuple[jax.Array, Any]:
@@ -75,19 +89,23 @@ def _forward(options: Any, *arrays: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _backward(options: Any, arrays: Any, cotangent: jax.Array) -> Any:
-    q, k, v, *rows = arrays
-    pull = jax.vjp(partial(dense, **dict(options)), q, k, v)[1]
+    q, k, v, sinks, *rows = arrays
+
+    def attend(q, k, v, sinks):
+        return dense(q, k, v, sinks=sinks, **dict(options))
+
+    pull = jax.vjp(attend, q, k, v, sinks)[1]
     return *pull(cotangent), *(None for _ in rows)
 
 
 _exact.defvjp(_forward, _backward)
 
 
-def exact(*arrays: jax.Array, **options: Any) -> jax.Array:
+def exact(*arrays: jax.Array, sinks: jax.Array | None = None, **options: Any) -> jax.Array:
     """An `Attend` for `packed` windows with the bits of a batch-invariant engine, and the gradient
     of `dense`.
     """
-    return _exact(tuple(options.items()), *arrays)
+    return _exact(tuple(options.items()), *arrays[:3], sinks, *arrays[3:])
 
 
 def as_pages(k_pages, v_pages, k, v, slots, *, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -98,8 +116,8 @@ def as_pages(k_pages, v_pages, k, v, slots, *, rows: int) -> tuple[jax.Array, ja
     return k_rows, v_rows
 
 
-DENSE = Implementation("windows", dense, write=as_pages)
-EXACT = Implementation("exact windows", exact, write=as_pages)
+DENSE = Implementation("windows", dense, write=as_pages, takes_sinks=True)
+EXACT = Implementation("exact windows", exact, write=as_pages, takes_sinks=True)
 
 
 def attend(scale: float, *, batch_invariant: bool = False) -> Attend:

@@ -142,14 +142,22 @@ def _attention_impl(
         "kv_heads": device_part.kv_heads,
         "heads": device_part.heads,
     }
-    impl = attention.choose(config.attention_impl, device, invariant=invariant, **dtypes, **sizes)
+    options = {"invariant": invariant, "sinks": model.config.sinks}
+    impl = attention.choose(config.attention_impl, device, **options, **dtypes, **sizes)
     if invariant:
         _check_invariant(model.config)
     check_draft(config, model, draft, length)
     config_with_length = dataclasses.replace(config, max_model_len=length)
     if selection_of(config_with_length, model) is not None:
+        if model.config.sinks:
+            policy = getattr(config.kv_policy, "name", None)
+            raise ValueError(
+                f"kv_policy {policy!r} calls attention for one key head at a time, and the model "
+                "has sinks, of which each query head has its own; use 'streaming' or 'full'"
+            )
         # each key head selects its own blocks, so attention is called for one key head at a time
-        one_key_head = sizes | {"kv_heads": 1, "heads": device_part.heads // device_part.kv_heads}
+        group = device_part.heads // device_part.kv_heads
+        one_key_head: dict[str, Any] = sizes | {"kv_heads": 1, "heads": group}
         try:
             attention.choose(impl, device, invariant=invariant, **dtypes, **one_key_head)
         except ValueError as error:

@@ -323,7 +323,7 @@ _BUILT_IN = (
             LLAMA_DEFAULTS
             | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
             | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
-            | {"num_local_experts": 8, "shared_intermediate_size": 1024}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
             | {"position_embedding_type": None, "time_step_limit": [0.0, float("inf")]}
             | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256}
             | {"mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2}
@@ -361,6 +361,16 @@ _BUILT_IN = (
             LLAMA_DEFAULTS
             | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
             | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
+        ),
+    ),
+    _built_in(
+        "granitemoe",
+        "granite",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
+            | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2}
         ),
     ),
     _built_in("olmo2", "olmo", Architecture(OLMO_DEFAULTS)),
@@ -407,6 +417,29 @@ _BUILT_IN = (
             | {"norm_topk_prob": True, "routed_scaling_factor": 1.0},
         ),
         ignored=MORE_LAYERS,
+    ),
+    _built_in(
+        "gpt_oss",
+        "gpt_oss",
+        Architecture(
+            LLAMA_DEFAULTS
+            | {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True}
+            | {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
+            | {"num_local_experts": 128, "num_experts_per_tok": 4}
+            | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+            | {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            nullable=("sliding_window",),
+            renamed={"num_experts": "num_local_experts"},
+        ),
     ),
     _built_in(
         "gpt_neox",
@@ -531,6 +564,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# by the method of a quantisation, where to find a model without it
+REMEDIES = {
+    "mxfp4": "use a copy in bfloat16: transformers writes one, if it loads the model with "
+    "Mxfp4Config(dequantize=True) and saves it",
+}
+
+
 def _check_read(
     config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
 ) -> None:
@@ -602,10 +642,8 @@ def _normalised(
 ) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
-        raise ValueError(
-            f"{source}: {method!r} quantisation is not supported; use the unquantised model or a "
-            "GGUF file"
-        )
+        remedy = REMEDIES.get(method, "use the unquantised model or a GGUF file")
+        raise ValueError(f"{source}: {method!r} quantisation is not supported; {remedy}")
 
     result = {architecture.renamed.get(key, key): value for key, value in config.items()}
     rope = {**(result.pop("rope_parameters", None) or {})}
@@ -628,7 +666,9 @@ def _normalised(
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         scaling["rope_type"] = "longrope" if kind == "su" else kind  # its name in older files
         scaling.pop("type", None)
-    result["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
+    # where an architecture scales by default, "default" says that this model does not
+    is_scaled = architecture.defaults.get("rope_scaling") or scaling.get("rope_type") != "default"
+    result["rope_scaling"] = scaling if scaling and is_scaled else None
     present = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
     result = {**architecture.defaults, **present}
     _check_read(result, source, family, architecture)

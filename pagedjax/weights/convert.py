@@ -212,7 +212,7 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
     ):
         kv_rows = config.kv_heads * config.head_dim
         return (config.query_heads * config.head_dim, kv_rows, kv_rows)
-    total = entry.shape[-1 if entry.transpose else 0]
+    total = entry.stored_shape[0]
     if total % count:
         raise ValueError(
             f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give "
@@ -228,17 +228,20 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read, dtype: str) -> Gr
         rows: the number of rows of each tensor.
         dtype: of the model.
     """
-    _, *other_sizes = entry.shape[::-1] if entry.transpose else entry.shape
+    _, *other_sizes = entry.stored_shape
     shapes = {name: (count, *other_sizes) for name, count in zip(entry.sources, rows, strict=True)}
 
     def parts() -> list[np.ndarray]:
         value = read(entry)
-        joined = value.T if entry.transpose else value
+        joined = value.T if entry.transpose and not entry.stacked else value
         if entry.order:
             ordered = joined
             joined = np.empty_like(ordered)
             joined[np.asarray(entry.order)] = ordered
-        return np.split(joined, np.cumsum(rows)[:-1])
+        if not entry.stacked:
+            return np.split(joined, np.cumsum(rows)[:-1])
+        stack = joined.reshape(entry.stacked, -1, *entry.shape[1:])
+        return [np.swapaxes(stack, 1, 2) if entry.transpose else stack]
 
     return Group(shapes, parts, dtype_of(entry.path, dtype))
 

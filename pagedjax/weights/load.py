@@ -173,9 +173,13 @@ def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: str) -> n
     own_dtype = np_dtype(dtype_of(entry.path, dtype))
     parts = [tensors[name].read().astype(own_dtype, copy=False) for name in entry.sources]
     value = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if entry.stacked:
+        value = np.swapaxes(value, 1, 2) if entry.transpose else value
+        value = value.reshape(entry.shape)
     if entry.order:
         value = value[np.asarray(entry.order)]
-    return np.ascontiguousarray(value.T) if entry.transpose else value
+    turned = entry.transpose and not entry.stacked
+    return np.ascontiguousarray(value.T) if turned else value
 
 
 def check_table(
@@ -207,7 +211,7 @@ def _problems(tensors: Mapping[str, Tensor], entry: ParamSource) -> list[str]:
     absent = [name for name in entry.sources if name not in tensors]
     if entry.optional and len(absent) == len(entry.sources):
         return []
-    joined = entry.shape[::-1] if entry.transpose else entry.shape  # of all sources together
+    joined = entry.stored_shape
     rows = entry.rows or (joined[:1] if len(entry.sources) == 1 else ())
     # the shape of each source; [] if the table gives only their sum
     shapes = [(count, *joined[1:]) for count in rows] if joined else [()]

@@ -38,6 +38,7 @@ def paged_attention(
     impl: str | Implementation,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes the attention of any mix of prompt chunks and decodes.
 
@@ -64,13 +65,16 @@ def paged_attention(
         window: a query sees the last `window` tokens up to itself; None is all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2); None
             leaves them.
+        sinks: [N] float32, a score of each query head that joins the softmax, once for each query,
+            and has no value: the weights of the values add up to less than 1 (GPT-OSS). None: there
+            are none.
 
     Returns:
         [T, N, D] in q's dtype; padding tokens have zeros.
 
     Raises:
-        ValueError: an unknown impl, shapes that do not match, a window or a soft cap that is not
-            above 0; the message names the values.
+        ValueError: an unknown impl, or one without sinks that gets some, shapes that do not match,
+            a window or a soft cap that is not above 0; the message names the values.
     """
     if isinstance(impl, str) and impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
@@ -89,6 +93,10 @@ def paged_attention(
     k_pages, v_pages = (pages.reshape(*pages.shape[:2], -1, row) for pages in (k_pages, v_pages))
     if cu_q_lens is None and not chosen.decodes_alone:
         cu_q_lens = offsets_of_decodes(seq_lens)
+    options = {}
+    if sinks is not None:
+        _check_sinks(sinks, q, chosen)
+        options["sinks"] = sinks
     return chosen.attend(
         q,
         k_pages,
@@ -99,7 +107,18 @@ def paged_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        **options,
     )
+
+
+def _check_sinks(sinks: jax.Array, q: jax.Array, impl: Implementation) -> None:
+    if not impl.takes_sinks:
+        names = ", ".join(repr(name) for name, other in IMPLS.items() if other.takes_sinks)
+        raise ValueError(f"impl {impl.name!r} takes no sinks; those that do: {names}")
+    if sinks.shape != q.shape[1:2] or sinks.dtype != jnp.float32:
+        raise ValueError(
+            f"sinks is {sinks.dtype} {sinks.shape}; q {q.shape} needs float32 ({q.shape[1]},)"
+        )
 
 
 def offsets_of_decodes(seq_lens: jax.Array) -> jax.Array:

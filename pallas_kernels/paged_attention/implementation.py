@@ -34,7 +34,7 @@ class Implementation(NamedTuple):
     name: its name in error messages and in `api.IMPLS`.
     attend: (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale, window, soft_cap) ->
         [T, N, D], the contract of `api.paged_attention`. Pages come in rows of `page_row(D)`
-        numbers.
+        numbers. It gets `sinks` too where there are some, if it takes them.
     obstacle: (device, *, dtype, query_dtype, head_dim, block_size, kv_heads, heads) -> the reason
         why it cannot serve such a cache on the device, as the rest of a sentence; empty if it can.
         `dtype` is that of the keys and values.
@@ -60,6 +60,7 @@ class Implementation(NamedTuple):
         `api.IMPLS` have the same function.
     expanded: computes long chunks over pages of latents, the contract of `expanded.expanded`; None:
         `attend` computes them too.
+    takes_sinks: whether `attend` and its other forms take the keyword `sinks`, [N] float32.
     """
 
     name: str
@@ -75,3 +76,4 @@ class Implementation(NamedTuple):
     pages: Callable[..., jax.Array] | None = None
     probabilities: Callable[..., jax.Array] | None = None
     expanded: Callable[..., jax.Array] | None = None
+    takes_sinks: bool = False

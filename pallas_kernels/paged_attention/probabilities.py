@@ -13,6 +13,17 @@ import jax.numpy as jnp
 from pallas_kernels.shared.page_bits import read
 
 
+def weights_of(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Computes the softmax of scores [..., C], over the last axis.
+
+    sinks: [...] one more score of each row, whose weight is left out; None: there are none.
+    """
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    one_more = jnp.broadcast_to(sinks[..., None], (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, one_more], axis=-1), axis=-1)[..., :-1]
+
+
 def probabilities(
     q: jax.Array,
     k_pages: jax.Array,
@@ -23,6 +34,7 @@ def probabilities(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes softmax(soft_cap(scale q k^T)) of one query a row.
 
@@ -35,7 +47,8 @@ def probabilities(
         block_tables: [R, M] int32.
         seq_lens: [R] int32; a row of length 0 has zeros.
         heads: the query heads whose probabilities are returned.
-        scale, window, soft_cap: as in `api.paged_attention`.
+        scale, window, soft_cap, sinks: as in `api.paged_attention`. With sinks a row adds up to
+            less than 1.
 
     Returns:
         [R, heads, M S] float32, by position; zeros for the tokens that the query does not see.
@@ -58,7 +71,8 @@ def probabilities(
         visible = place < length
         if window is not None:
             visible &= place >= length - window
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        row_sinks = None if sinks is None else sinks[query_heads]
+        weights = weights_of(jnp.where(visible, scores, -jnp.inf), row_sinks)
         return jnp.where(visible, weights, 0.0)
 
     def used_row(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.paged_attention.probabilities import weights_of
 from pallas_kernels.shared.page_bits import read
 
 
@@ -23,6 +24,7 @@ def paged_attention(
     scale: float,
     window=None,
     soft_cap=None,
+    sinks=None,
 ) -> jax.Array:
     """See `api.paged_attention`. It costs T * M * S of time and memory."""
     t, n, d = q.shape
@@ -49,11 +51,12 @@ def paged_attention(
     if window is not None:
         mask &= place >= visible[:, None] - window
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
+    sinks = None if sinks is None else sinks.reshape(k, n // k)
+    weights = jnp.where(mask[:, None, None], weights_of(scores, sinks), 0.0)
     # unused slots may have a NaN of the block's earlier owner, and 0 * NaN is not 0
     values = jnp.where(mask[:, None, :, None], values, 0.0)
     out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
     return out.reshape(t, n, d).astype(q.dtype)
 
 
-IMPLEMENTATION = Implementation("reference", paged_attention)
+IMPLEMENTATION = Implementation("reference", paged_attention, takes_sinks=True)

@@ -52,14 +52,16 @@ def paged_attention(
     scale: float,
     window=None,
     soft_cap=None,
+    sinks=None,
 ) -> jax.Array:
     """See `api.paged_attention`.
 
     A span that is before the windows of all queries of an item is not gathered.
     """
-    options: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
     t, n, d = q.shape
     k = k_pages.shape[1]
+    sinks = None if sinks is None else sinks.reshape(k, n // k)
+    options: dict[str, Any] = {"window": window, "soft_cap": soft_cap, "sinks": sinks}
     q_lens = jnp.diff(cu_q_lens)
     # [T, K, G, D]: the query heads of each key head, multiplied by `scale`
     queries = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d).astype(q.dtype)
@@ -92,8 +94,8 @@ def paged_attention(
     return out.reshape(t, n, d).astype(q.dtype)
 
 
-def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -> jax.Array:
-    """Computes the attention of q [B, K, G, D], one query a row.
+def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap, sinks) -> jax.Array:
+    """Computes the attention of q [B, K, G, D], one query a row. sinks: [K, G], or None.
 
     Returns [B, K, G, D] float32; rows of length 0 give 0.
     """
@@ -154,8 +156,8 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
         return i + 1, new_top, norm, acc
 
     start = (0, jnp.full((b, k, g), NEG), jnp.zeros((b, k, g)), jnp.zeros((b, k, g, d)))
-    _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * group < total, body, start)
-    return acc / jnp.maximum(norm, 1e-30)[..., None]
+    _, top, norm, acc = jax.lax.while_loop(lambda state: state[0] * group < total, body, start)
+    return acc / jnp.maximum(_with_sinks(norm, top, sinks), 1e-30)[..., None]
 
 
 class Spans(NamedTuple):
@@ -172,12 +174,23 @@ class Spans(NamedTuple):
 
 
 def chunks(
-    q, spans: Spans, block_tables, seq_lens, cu_q_lens, q_lens, *, window, soft_cap, tile=TILE
+    q,
+    spans: Spans,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    q_lens,
+    *,
+    window,
+    soft_cap,
+    sinks=None,
+    tile=TILE,
 ) -> jax.Array:
     """Computes the attention of q [T, K, G, D], multiplied by `scale`; rows with q_lens 0 are
     skipped.
 
     Args:
+        sinks: [K, G], or None.
         tile: most query tokens that walk over the context together.
 
     Returns:
@@ -240,7 +253,8 @@ def chunks(
         # Without a window the first span holds token 0, which every query sees, so `top` is a real
         # score from then on. With a window, a query may see no token of the first spans. What it
         # sums up there is multiplied by exp(NEG - score) = 0 at its first real score.
-        _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < end, walk, state)
+        _, top, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < end, walk, state)
+        norm = _with_sinks(norm, top, None if sinks is None else sinks.repeat(tile, axis=1))
         result = acc / jnp.maximum(norm, 1e-30)[..., None]
         result = result.reshape(k, g, tile, -1).transpose(2, 0, 1, 3)
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
@@ -267,6 +281,13 @@ def _with_span(state: Any, scores: jax.Array, values: jax.Array) -> tuple[Any, .
     decay = jnp.exp(top - new_top)
     part = product("kqc,kcd->kqd", weights.astype(values.dtype), values)
     return j + 1, new_top, norm * decay + weights.sum(-1), acc * decay[..., None] + part
+
+
+def _with_sinks(norm: jax.Array, top: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Returns the sum of exp(score - top) with the sinks among the scores. A sink that is far above
+    all scores makes it infinite, and the result zero.
+    """
+    return norm if sinks is None else norm + jnp.exp(sinks - top)
 
 
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -319,4 +340,4 @@ def tile_of(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return tile.transpose(0, 2, 1, 3, 4).reshape(x, k, n * s, d)
 
 
-IMPLEMENTATION = Implementation("xla", paged_attention)
+IMPLEMENTATION = Implementation("xla", paged_attention, takes_sinks=True)

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token
 PROMPTS = [[5, 6, 7], list(range(3, 30)), [9]]
 FACTS: dict[str, Any] = {
     "dtype": "float32",
-    "weight_dtype": "float32",
+    "weight_dtypes": ["float32"],
     "mesh": False,
     "activation": "silu",
 }
@@ -82,13 +82,13 @@ def random_params(config: Any) -> Any:
 
 
 @pytest.mark.default_cases
-@pytest.mark.slow_cases("Gemma 2-False", "Qwen3-MoE-False", "Qwen2-True")
+@pytest.mark.slow_cases("Gemma 2-False", "Qwen3-MoE-False", "Qwen2-True", "GPT-OSS-True")
 @pytest.mark.parametrize(
     ("name", "int8"),
     [
         *((name, False) for name in ("Gemma 2", "Qwen3-MoE", "Llama 2", "Qwen2")),
         ("GPT-2, untied, exact GELU, a narrow MLP", False),
-        *((name, True) for name in ("Llama 2", "Qwen3-MoE", "Gemma 2", "Qwen2")),
+        *((name, True) for name in ("Llama 2", "Qwen3-MoE", "Gemma 2", "Qwen2", "GPT-OSS")),
     ],
 )
 def test_every_implementation_serves_every_family(name, int8):
@@ -190,9 +190,9 @@ class Device(NamedTuple):
     ("platform", "facts", "expected"),
     [
         ("cpu", {}, "cpu"),
-        ("cpu", {"weight_dtype": "int8"}, "cpu"),
-        ("cpu", {"dtype": "bfloat16", "weight_dtype": "bfloat16"}, "cpu"),
-        ("cpu", {"dtype": "float16", "weight_dtype": "float16"}, "xla"),
+        ("cpu", {"weight_dtypes": ["int8"]}, "cpu"),
+        ("cpu", {"dtype": "bfloat16", "weight_dtypes": ["bfloat16"]}, "cpu"),
+        ("cpu", {"dtype": "float16", "weight_dtypes": ["float16"]}, "xla"),
         ("cpu", {"activation": None}, "cpu"),
         ("cpu", {"activation": "gelu"}, "xla"),
         ("cpu", {"mesh": True}, "xla"),

@@ -173,6 +173,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_proj_bias": True, "time_step_limit": [0.01, 0.5]}
         | {"position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
+    "Granite 4 Hybrid with experts": (
+        "granitemoehybrid",
+        BODY
+        | {"num_hidden_layers": 2, "shared_intermediate_size": 72, "intermediate_size": 40}
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "residual_multiplier": 0.7}
+        | {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3}
+        | {"attention_multiplier": 0.3, "tie_word_embeddings": True},
+    ),
+    "Granite 3 MoE": (
+        "granitemoe",
+        BODY
+        | {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.1}
+        | {"residual_multiplier": 0.6, "logits_scaling": 3.0},
+    ),
     "Mixtral": ("mixtral", BODY | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "Qwen3-MoE": (
         "qwen3_moe",
@@ -234,6 +250,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 48, "first_k_dense_replace": 2, "norm_topk_prob": False},
     ),
+    "GPT-OSS": (
+        "gpt_oss",
+        BODY
+        | {"head_dim": 32, "sliding_window": 16, "intermediate_size": 40}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 1.5}
+        | {"rope_scaling": YARN | {"truncate": False, "beta_fast": 8.0}},
+    ),
+    "GPT-OSS without windows, biases or scaling": (
+        "gpt_oss",
+        BODY
+        | {"head_dim": 16, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        | {"tie_word_embeddings": True},
+    ),
     "SmolLM3": ("smollm3", BODY | {"num_hidden_layers": 4, "rope_scaling": YARN}),
     "SmolLM3, windows": (
         "smollm3",
@@ -281,6 +312,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The programs of a mesh take the most time, and what a mesh splits is the same for the others.
 ON_A_MESH = (
+    "Granite 4 Hybrid with experts",
     "Qwen3.5",
     "LFM2",
     "Granite 4 Hybrid",
@@ -293,6 +325,7 @@ ON_A_MESH = (
     "DeepSeek V3",
     "Qwen2-MoE",
     "GLM-4.5",
+    "GPT-OSS",
     "Phi-4-mini",
     "GPT-NeoX",
     "Granite 3",
@@ -300,6 +333,8 @@ ON_A_MESH = (
     "GLM-4",
 )
 CONVERTED = (
+    "Granite 4 Hybrid with experts",
+    "Granite 3 MoE",
     "Gemma 3, stretched where it sees all",
     "SmolLM3",
     "Phi-4-mini",
@@ -315,8 +350,10 @@ CONVERTED = (
     "DeepSeek V3",
     "Qwen2-MoE",
     "GLM-4.5",
+    "GPT-OSS",
 )
 IN_16_BITS = (
+    "Granite 4 Hybrid with experts",
     "Llama 2",
     "SmolLM3",
     "Phi-4-mini",
@@ -331,6 +368,7 @@ IN_16_BITS = (
     "Moonlight, dense",  # with the groups of V3, 16 bits choose other experts for some tokens
     "Qwen2-MoE",
     "GLM-4.5",
+    "GPT-OSS",
 )
 
 
@@ -350,7 +388,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
 
     model_type, settings = CASES[request.param]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type, **deepcopy(settings))  # it writes into them
     theirs = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -362,6 +400,8 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                 )
             elif name in FINAL:  # of both signs, or a tied model would say its last token again
                 parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
+            elif name.endswith("sinks"):  # below scores, among them and above
+                parameter.normal_(0.0, 2.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in theirs.named_buffers():
@@ -555,6 +595,7 @@ def gpt2_shape(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     }
 
 
+OSS = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4}
 MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 DEEPSEEK_V2_LITE = {
     "q_lora_rank": None,
@@ -650,6 +691,13 @@ REAL = {
         671_026_419_200,
         61 * 1152,
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        "qwen2_moe",
+        shape(24, 2048, 5632, 16, 16, 151936),
+        14_315_784_192,
+        196_608,
+    ),
+    "gpt-oss-20b": ("gpt_oss", shape(24, 2880, 2880, 64, 8, 201088, **OSS), 20_914_757_184, 49_152),
     "Qwen3-30B-A3B": (
         "qwen3_moe",
         shape(48, 2048, 6144, 32, 4, 151936, **MOE),
@@ -698,8 +746,6 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
         sizes = gpt2_shape(4, 64, 8)
     elif model_type not in AS_MANY_KEYS:
         del sizes["num_key_value_heads"]
-    if model_type == "granitemoehybrid":
-        sizes["num_local_experts"] = 0
     if model_type == "deepseek_v2":  # null in its class
         sizes["num_experts_per_tok"] = 6
     known = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)  # its config is that of V3
@@ -773,7 +819,11 @@ def test_a_gemma_names_the_stretched_context_itself():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("Granite 4 Hybrid", {"num_local_experts": 4}, "num_local_experts is 4; experts beside"),
+        (
+            "Granite 4 Hybrid with experts",
+            {"num_experts_per_tok": 7},
+            "a token uses 7 of 6 experts",
+        ),
         ("Granite 4 Hybrid", {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of"),
         ("Granite 4 Hybrid", {"mamba_n_heads": 7}, "mamba_n_heads 7 times mamba_d_head"),
         (

@@ -61,6 +61,31 @@ GRANITE = COMMON | {
     "logits_scaling": 3.0,
     "tie_word_embeddings": True,
 }
+GLM_MOE = COMMON | {
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "head_dim": D,
+    "rms_norm_eps": 1e-5,
+    "use_qk_norm": True,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+GPT_OSS = COMMON | {
+    "model_type": "gpt_oss",
+    "num_key_value_heads": 2,
+    "head_dim": D,
+    "intermediate_size": 24,
+    "sliding_window": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.5,
+    "rope_theta": 500000.0,
+    "rope_scaling": OLMO["rope_scaling"] | {"truncate": False},
+}
 Weights = Mapping[str, np.ndarray]
 
 
@@ -91,8 +116,10 @@ def turned(x: np.ndarray, frequencies: np.ndarray, *, neighbours: bool, factor: 
     return result
 
 
-def attended(q, k, v, *, scale: float = D**-0.5, window: int | None = None) -> np.ndarray:
-    """q [T, N, D], k and v [T, K, D] -> [T, N D]."""
+def attended(
+    q, k, v, *, scale: float = D**-0.5, window: int | None = None, sinks: np.ndarray | None = None
+) -> np.ndarray:
+    """q [T, N, D], k and v [T, K, D] -> [T, N D]. sinks: [N], scores without a value."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scores = scale * np.einsum("tnd,snd->nts", q, k)
@@ -100,7 +127,10 @@ def attended(q, k, v, *, scale: float = D**-0.5, window: int | None = None) -> n
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     scores[:, hidden] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks[:, None, None] - scores.max(-1, keepdims=True))
+    weights /= total
     return np.einsum("nts,snd->tnd", weights, v).reshape(len(q), -1)
 
 
@@ -122,15 +152,15 @@ def neox_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
     return layer_norm(x, w, "gpt_neox.final_layer_norm") @ w["embed_out.weight"].T
 
 
-def yarn() -> tuple[np.ndarray, float]:
+def yarn(truncates: bool = True) -> tuple[np.ndarray, float]:
     """(frequencies, temperature) by the formulas of Peng et al. 2023, with the bounds 32 and 1."""
     plain = 500000.0 ** (-np.arange(0, D, 2) / D)
 
     def pair(turns: float) -> float:
         return D * np.log(ORIGINAL / (turns * 2 * np.pi)) / (2 * np.log(500000.0))
 
-    low = max(np.floor(pair(32)), 0)
-    high = min(np.ceil(pair(1)), D - 1)
+    low = max(np.floor(pair(32)) if truncates else pair(32), 0)
+    high = min(np.ceil(pair(1)) if truncates else pair(1), D - 1)
     ramp = np.clip((np.arange(D // 2) - low) / (high - low), 0, 1)
     return plain / FACTOR * ramp + plain * (1 - ramp), 0.1 * np.log(FACTOR) + 1
 
@@ -191,15 +221,87 @@ def granite_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
     return rms_norm(x, w["model.norm.weight"]) @ w["model.embed_tokens.weight"].T / 3.0
 
 
+def glm_moe_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    """The first layer is dense. Of three groups of two experts, each token uses two."""
+    x = w["model.embed_tokens.weight"][tokens]
+    turn = partial(turned, frequencies=1e4 ** (-np.arange(0, 8, 2) / 8), neighbours=False)
+    for i in range(2):
+        layer = {n.removeprefix(f"model.layers.{i}."): y for n, y in w.items()}
+        y = rms_norm(x, layer["input_layernorm.weight"])
+        q, k, v = (
+            (y @ layer[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, D) for part in "qkv"
+        )
+        q = turn(rms_norm(q, layer["self_attn.q_norm.weight"]))
+        k = turn(rms_norm(k, layer["self_attn.k_norm.weight"]))
+        x = x + attended(q, k, v) @ layer["self_attn.o_proj.weight"].T
+        y = rms_norm(x, layer["post_attention_layernorm.weight"])
+
+        def mlp(y: np.ndarray, name: str, layer: Weights = layer) -> np.ndarray:
+            gate, up = (y @ layer[f"mlp.{name}{part}_proj.weight"].T for part in ("gate", "up"))
+            return (silu(gate) * up) @ layer[f"mlp.{name}down_proj.weight"].T
+
+        if i == 0:
+            x = x + mlp(y, "")
+            continue
+        result = mlp(y, "shared_experts.")
+        scores = 1 / (1 + np.exp(-y @ layer["mlp.gate.weight"].T))
+        corrected = scores + layer["mlp.gate.e_score_correction_bias"]
+        for token, row in enumerate(corrected):
+            groups = np.argsort(-row.reshape(3, 2).sum(-1))[:2]
+            allowed = [2 * group + member for group in groups for member in range(2)]
+            chosen = sorted(allowed, key=lambda expert, row=row: -row[expert])[:2]
+            for expert in chosen:
+                share = 1.5 * scores[token, expert] / scores[token, chosen].sum()
+                result[token] += share * mlp(y[token], f"experts.{expert}.")
+        x = x + result
+    return rms_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
+def gpt_oss_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    x = w["model.embed_tokens.weight"][tokens]
+    frequencies, factor = yarn(truncates=False)
+    turn = partial(turned, frequencies=frequencies, neighbours=False, factor=factor)
+    for i, window in enumerate([16, None]):
+        layer = {n.removeprefix(f"model.layers.{i}."): y for n, y in w.items()}
+
+        def product(y: np.ndarray, name: str, layer: Weights = layer) -> np.ndarray:
+            return y @ layer[f"{name}.weight"].T + layer[f"{name}.bias"]
+
+        y = rms_norm(x, layer["input_layernorm.weight"])
+        q, k, v = (product(y, f"self_attn.{part}_proj").reshape(len(x), -1, D) for part in "qkv")
+        y = attended(turn(q), turn(k), v, window=window, sinks=layer["self_attn.sinks"])
+        x = x + product(y, "self_attn.o_proj")
+        y = rms_norm(x, layer["post_attention_layernorm.weight"])
+        result = np.zeros_like(y)
+        for token, row in enumerate(product(y, "mlp.router")):
+            chosen = np.argsort(-row)[:2]
+            shares = np.exp(row[chosen]) / np.exp(row[chosen]).sum()
+            for expert, share in zip(chosen, shares, strict=True):
+                up, down = (
+                    layer[f"mlp.experts.{name}_proj"][expert] for name in ("gate_up", "down")
+                )
+                both = y[token] @ up + layer["mlp.experts.gate_up_proj_bias"][expert]
+                gate = np.minimum(both[::2], 1.5)
+                gate = gate / (1 + np.exp(-1.702 * gate))
+                inner = (np.clip(both[1::2], -1.5, 1.5) + 1) * gate
+                result[token] += share * (
+                    inner @ down + layer["mlp.experts.down_proj_bias"][expert]
+                )
+        x = x + result
+    return rms_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
 FORWARD: dict[str, tuple[dict[str, Any], Callable[[Weights, np.ndarray], np.ndarray]]] = {
     "GPT-NeoX": (NEOX, neox_logits),
     "OLMo 3": (OLMO, olmo_logits),
     "GLM-4": (GLM, glm_logits),
     "Granite 3": (GRANITE, granite_logits),
+    "GLM-4.5": (GLM_MOE, glm_moe_logits),
+    "GPT-OSS": (GPT_OSS, gpt_oss_logits),
 }
 
 
-@pytest.mark.default_cases("GPT-NeoX", "OLMo 3")
+@pytest.mark.default_cases("GPT-NeoX", "OLMo 3", "GLM-4.5", "GPT-OSS")
 @pytest.mark.parametrize("name", FORWARD)
 def test_ragged_chunks_give_the_logits_of_a_plain_forward_pass(name, tmp_path):
     config, forward = FORWARD[name]

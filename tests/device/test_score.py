@@ -90,7 +90,12 @@ OTHERS = [
         "GLM-4",
     )
 ]
-SLOW = [("Qwen3-MoE", "float32"), ("Llama 3", "bfloat16"), ("Granite 3", "float32")]
+SLOW = [
+    ("Qwen3-MoE", "float32"),
+    ("Llama 3", "bfloat16"),
+    ("Granite 3", "float32"),
+    ("GPT-OSS", "float32"),
+]
 
 
 every_family = pytest.mark.parametrize(

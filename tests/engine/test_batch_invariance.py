@@ -192,6 +192,7 @@ def test_drafts_change_no_bit(expected):
         pytest.param("GPT-2", "float32", {}, {}, marks=pytest.mark.exhaustive),
         pytest.param("Mixtral", "float32", {}, {}, marks=pytest.mark.exhaustive),
         ("Qwen3-MoE", "float32", {"weight_dtype": "int8"}, {}),
+        ("GPT-OSS", "float32", {}, {}),
         pytest.param("Llama 3", "bfloat16", {}, {}, marks=pytest.mark.exhaustive),
         (
             "Mistral",

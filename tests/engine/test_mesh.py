@@ -123,7 +123,7 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4.5"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4.5", "GPT-OSS"])
 def test_experts_are_split_by_number_and_by_width(tmp_path, name, mesh, dtype):
     """One of three layers has no experts; three devices do not divide the width."""
     model = model_of(name, weight_dtype=dtype)

@@ -520,6 +520,7 @@ KINDS = (
     "Gemma 3",
     "Mixtral",
     "Qwen3-MoE",
+    "GPT-OSS",
 )
 
 

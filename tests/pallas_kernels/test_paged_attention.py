@@ -81,6 +81,7 @@ class Case(NamedTuple):
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    sinks: np.ndarray | None = None  # [N]
 
     @property
     def dims(self) -> chex.Dimensions:
@@ -160,6 +161,7 @@ def in_bits(case: Case) -> Case:
 
 def run(case: Case, impl: str | Implementation) -> np.ndarray:
     options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
+    options["sinks"] = case.sinks
     return np.asarray(paged_attention(*case.arguments, impl=impl, **options))
 
 
@@ -181,8 +183,16 @@ def dense(q, k, v, mask, scale, soft_cap, weigh=softmax) -> np.ndarray:
     return np.einsum("nqc,cnd->qnd", weigh(scores), v, optimize=True)
 
 
+def with_sinks(sinks: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """The weights of scores [N, Q, C] beside a sink for each head, [N]."""
+    sinks = np.broadcast_to(sinks.astype(np.float64)[:, None, None], (*scores.shape[:2], 1))
+    return softmax(np.concatenate([scores, sinks], -1))[..., :-1]
+
+
 def oracle(case: Case, weigh=softmax) -> np.ndarray:
     """Each row's queries over its contiguous keys."""
+    if case.sinks is not None:
+        weigh = partial(with_sinks, case.sinks)
     q, k, v = (a.astype(np.float32) for a in (case.q, case.k, case.v))
     out = np.zeros_like(q)
     for row, (start, count) in enumerate(

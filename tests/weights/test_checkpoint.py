@@ -221,6 +221,10 @@ def test_longrope_has_another_name_in_older_files():
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 KV heads"),
         ({"num_key_value_heads": "2"}, "a value has the wrong type"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantisation is not supported"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "'mxfp4' quantisation is not supported; use a copy in bfloat16",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},

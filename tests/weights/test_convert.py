@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_wrong_options_are_named(tmp_path, source, options, message):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    "case", ["Llama 3", "Qwen2, windows from layer 1", "Gemma 3", "GPT-2", "Mixtral"]
+    "case", ["Llama 3", "Qwen2, windows from layer 1", "Gemma 3", "GPT-2", "Mixtral", "GPT-OSS"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_opens_a_model_converted_to_orbax_and_back(tmp_path, case, dtype):
@@ -210,7 +211,7 @@ def test_transformers_opens_a_model_converted_to_orbax_and_back(tmp_path, case, 
 
     model_type, settings = CASES[case]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type, **deepcopy(settings))  # it writes into them
     theirs = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -225,7 +225,7 @@ VALUES = {
 }
 READERS = {
     "partial_rotary_factor": "qwen3_5_text, phi3, glm, glm4, glm4_moe, gpt_neox",
-    "residual_multiplier": "granitemoehybrid, granite",
+    "residual_multiplier": "granitemoehybrid, granite, granitemoe",
     "no_rope_layers": "smollm3",
     "attn_logit_softcapping": "gemma2, gemma3_text",
     "use_parallel_residual": "gpt_neox",

@@ -25,7 +25,7 @@ def random_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.nda
     c = shape_of(config)
     tensors = {}
     for entry in FAMILIES[config["model_type"]].param_table(c):
-        _, *columns = entry.shape
+        _, *columns = entry.stored_shape
         for name, rows in zip(entry.sources, rows_of(entry, c), strict=True):
             numbers = rng.standard_normal((rows, *columns))
             if columns:

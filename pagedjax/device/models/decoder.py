@@ -100,6 +100,7 @@ class DecoderConfig:
     family: the `model_type` of a built-in family, whose names of matrices adapters use; None: those
         of a Llama.
     block: the class of the layers, a `Block` of one's own; None is `Block`.
+    sinks: each query head has a score that joins its softmax and has no value (GPT-OSS).
     attn_scale: factor on q k^T; 0 becomes 1 / sqrt(D), of queries with D numbers.
     attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
@@ -124,6 +125,7 @@ class DecoderConfig:
     qk_norm: Literal["head", "width"] | None = None
     latent: Latent | None = None
     attn_gate: bool = False
+    sinks: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
@@ -191,6 +193,7 @@ class DecoderConfig:
             "out_bias": self.out_bias,
             "qk_norm": self.qk_norm,
             "attn_gate": self.attn_gate,
+            "sinks": self.sinks,
             "kinds[...].mixer": any(kind.mixer for kind in self.kinds),
         }
         for name, value in others.items():
@@ -289,6 +292,7 @@ class Attention(nnx.Module):
         self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, axes=c.axes, **options)
         self.q_norm = _qk_norm(c, dtype, is_key=False)
         self.k_norm = _qk_norm(c, dtype, is_key=True)
+        self.sinks = nnx.Param(jnp.zeros((c.heads,), dtype)) if c.sinks else None
         self.config = c
         self.kind = kind
 
@@ -329,7 +333,12 @@ class Attention(nnx.Module):
             heads,
             window=self.kind.window,
             soft_cap=self.config.attn_cap,
+            **self._sinks(),
         )
+
+    def _sinks(self) -> dict[str, jax.Array]:
+        """The option of an `Attend`; none in a model without sinks."""
+        return {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
 
     def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[Any]:
         """Queries and gates [T, N, D], keys and values [T, K, D] of some heads. N and K may be 0;
@@ -378,6 +387,7 @@ class Attention(nnx.Module):
                 *batch.attention,
                 window=self.kind.window,
                 soft_cap=c.attn_cap,
+                **self._sinks(),
             )
         if c.attn_gate:
             y = (y * jax.nn.sigmoid(gates.astype(jnp.float32))).astype(y.dtype)

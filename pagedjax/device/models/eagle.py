@@ -92,8 +92,8 @@ class Eagle(nnx.Module):
 
 
 def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -> EagleConfig:
-    """The shape of a head for a model: its layer is like the model's layers, with a window and
-    without experts.
+    """The shape of a head for a model: its layer is like the model's layers, with a window,
+    and without experts and sinks.
 
     Raises:
         ValueError: a vocabulary that is larger than the model's, or a model with latents.
@@ -113,6 +113,7 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
         kinds=(LayerKind(window=window),),
         ropes=target.ropes[:1],
         experts=None,
+        sinks=False,
         stored=None,
         linear="xla",
     )

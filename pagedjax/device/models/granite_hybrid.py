@@ -1,5 +1,5 @@
 """Granite 4 Hybrid: layers of Mamba 2, some layers of attention without rotary positions, and the
-factors of Granite 3.
+factors of Granite 3. Tiny and small have experts beside the MLP of each layer.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a key has a value that is not supported.
     """
-    if config["num_local_experts"]:
-        raise ValueError(
-            f"num_local_experts is {config['num_local_experts']}; experts beside a shared MLP are "
-            "not supported, a Granite 4 Hybrid without experts (micro, 1B, 350M) is"
-        )
     position_type = config["position_embedding_type"]
     if position_type not in (None, "nope", "rope"):
         raise ValueError(
             f"position_embedding_type is {position_type!r}; it must be 'rope', 'nope' or null"
         )
     rotates = position_type == "rope"
-    attention = LayerKind(rope=0 if rotates else None)
-    mamba = LayerKind(mixer=_mixer(config))
+    width = config["shared_intermediate_size"]
+    experts = granite.experts_of(config, shared=width) if config["num_local_experts"] else None
+    sparse = experts is not None
+    attention = LayerKind(rope=0 if rotates else None, sparse=sparse)
+    mamba = LayerKind(mixer=_mixer(config), sparse=sparse)
     layers = config["num_hidden_layers"]
     types = config.get("layer_types") or ["linear_attention"] * layers
-    usual = {**config, "intermediate_size": config["shared_intermediate_size"]}
-    return granite.from_hf(
-        usual, tuple([attention if name in ATTENTION else mamba for name in types])
-    )
+    usual = {**config, "intermediate_size": width}
+    kinds = tuple([attention if name in ATTENTION else mamba for name in types])
+    return granite.from_hf(usual, kinds, experts)
 
 
 def _mixer(config: dict[str, Any]) -> Mamba2:
@@ -81,6 +78,7 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
         [
             (_mamba_table(c, i, kind.mixer) if kind.mixer else attention_table(c, i))
             + norm_table(c, i, NORMS)
+            + (granite.moe_table(c, i) if kind.sparse else [])
             + _mlp_table(c, i)
             for i, kind in enumerate(c.kinds)
         ],
@@ -88,14 +86,15 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
 
 
 def _mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """The shared MLP, whose gates and ups are one tensor."""
+    """The MLP that all tokens use, whose gates and ups are one tensor."""
     prefix = f"model.layers.{layer}.shared_mlp."
-    path = ("blocks", str(layer), "mlp")
+    path = ("blocks", str(layer), "mlp", *(("shared",) if c.kinds[layer].sparse else ()))
+    width = c.experts.shared if c.experts else c.intermediate
     up = (f"{prefix}input_linear.weight",)
     down = (f"{prefix}output_linear.weight",)
     return [
-        ParamSource((*path, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
-        ParamSource((*path, "down", "weight"), down, (c.hidden, c.intermediate)),
+        ParamSource((*path, "up", "weight"), up, (2 * width, c.hidden)),
+        ParamSource((*path, "down", "weight"), down, (c.hidden, width)),
     ]
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pagedjax.device.extras import TokenAdapters
-from pagedjax.device.layers import Linear, add_weight, product, summed
+from pagedjax.device.layers import Linear, add_weight, product, summed, values
 from pagedjax.device.linear import Matrix, linear
 from pagedjax.device.row_reductions import rounded, row_sums, softmax, weighted_sums
 
@@ -48,6 +48,22 @@ class Groups(NamedTuple):
     best: int
 
 
+class ClampedGates(NamedTuple):
+    """Gates and ups of experts are clamped: (up + 1) * gate * sigmoid(alpha * gate), with gates of
+    at most `limit` and ups within -limit to limit (GPT-OSS).
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, products: jax.Array) -> jax.Array:
+        """Gates and ups [T, 2 F] -> [T, F], float32."""
+        gate, up = jnp.split(products, 2, axis=1)
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
+
+
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` MLPs of size
@@ -66,6 +82,8 @@ class Experts:
         2401.06066); 0: there is none. Several shared experts are one MLP of their joint size.
     shared_gate: the shared MLP has a gate: its result is multiplied by the sigmoid of one more
         product of the router (Qwen2-MoE).
+    biases: the router and the matrices of the experts have biases.
+    clamped: None: the gates are those of the model's MLPs.
     """
 
     count: int
@@ -80,6 +98,8 @@ class Experts:
     rounds_scores: bool = True
     shared: int = 0
     shared_gate: bool = False
+    biases: bool = False
+    clamped: ClampedGates | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.count:
@@ -89,6 +109,11 @@ class Experts:
             )
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores is {self.scores!r}; it must be 'softmax' or 'sigmoid'")
+        if self.biases and self.shared_gate:
+            raise ValueError(
+                "biases and shared_gate are true; the gate of a shared MLP here has no bias: use "
+                "one of the two"
+            )
         if self.shared_gate and not self.shared:
             raise ValueError("shared_gate is true and shared is 0; give the size of what it gates")
         if self.groups is not None:
@@ -174,6 +199,7 @@ class Router(nnx.Module):
     def __init__(self, c: DecoderConfig, experts: Experts, dtype: str):
         rows = experts.count + experts.shared_gate
         add_weight(self, "weight", Matrix(rows, c.hidden), dtype, None, c.linear)
+        self.bias = nnx.Param(jnp.zeros((rows,), dtype)) if experts.biases else None
         # never rounded: corrections grow, and only their differences matter
         correction = jnp.zeros((experts.count,), jnp.float32)
         self.correction = nnx.Param(correction) if experts.corrected else None
@@ -213,18 +239,20 @@ class Router(nnx.Module):
         """[T, count], and one more column for a gate."""
         dtype = x.dtype if self.experts.rounds_scores else jnp.float32
         impl = self.weight.implementation
+        bias = values(self.bias)
         if impl.name != "xla":
-            weight = self.weight[...]
-            return linear(x, weight, self.weight.matrix, impl=impl, sizes=used, dtype=dtype)
+            options = {"impl": impl, "sizes": used, "bias": bias, "dtype": dtype}
+            return linear(x, self.weight[...], self.weight.matrix, **options)
         # by default a TPU rounds the factors of a product to bfloat16, which may choose another
         # expert
-        return jax.lax.dot_general(
+        y = jax.lax.dot_general(
             x,
             self.weight[...],
             (((1,), (1,)), ((), ())),
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
-        ).astype(dtype)
+        )
+        return (y if bias is None else y + bias).astype(dtype)
 
 
 def _in_groups(preferences: jax.Array, groups: Groups) -> jax.Array:
@@ -269,10 +297,13 @@ class SparseMLP(nnx.Module):
         e = c.experts
         self.router = Router(c, e, dtype)
         count = e.count // e.devices
-        up = Matrix(count * 2 * e.intermediate, c.hidden, gated=True, count=count)
+        is_gated = e.clamped is None  # else the gates are no part of the product
+        up = Matrix(count * 2 * e.intermediate, c.hidden, gated=is_gated, count=count)
         down = Matrix(count * c.hidden, e.intermediate, count=count)
         add_weight(self, "up", up, dtype, c.stored, c.linear)
         add_weight(self, "down", down, dtype, c.stored, c.linear)
+        self.up_bias = nnx.Param(jnp.zeros((up.outputs,), dtype)) if e.biases else None
+        self.down_bias = nnx.Param(jnp.zeros((down.outputs,), dtype)) if e.biases else None
         self.shared = SharedMLP(c, e.shared, dtype) if e.shared else None
         self.config = c
 
@@ -303,8 +334,7 @@ class SparseMLP(nnx.Module):
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
         pairs = x[order // e.chosen]
-        pairs = product(self, "up", pairs, activation=c.activation, sizes=sizes)
-        pairs = product(self, "down", pairs, dtype=jnp.float32, sizes=sizes)
+        pairs = self._outputs(pairs, sizes)
         if e.devices > 1 or used is not None:
             # pairs of other devices, or of padding, have undefined numbers
             pairs = jnp.where((expert[order] < count)[:, None], pairs, 0)
@@ -314,3 +344,22 @@ class SparseMLP(nnx.Module):
             y = y + self.shared(x, gate, used)
         y = summed(y, c.axes)
         return (y if residual is None else y + residual).astype(x.dtype), routes
+
+    def _outputs(self, pairs: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Pairs (token, expert) [T, H], expert after expert -> their results [T, H] float32, or the
+        part of this device. sizes: [count] the pairs of each expert.
+        """
+        c = self.config
+        assert c.experts is not None
+        clamped = c.experts.clamped
+        biases = [values(bias) for bias in (self.up_bias, self.down_bias)]
+        options = {"sizes": sizes, "bias": biases[0]}
+        if clamped is None:
+            hidden = product(self, "up", pairs, activation=c.activation, **options)
+        else:  # rounded once, after the gates
+            hidden = clamped(product(self, "up", pairs, dtype=jnp.float32, **options))
+            hidden = hidden.astype(pairs.dtype)
+        down_bias = biases[1]
+        if down_bias is not None and c.axes:  # the parts of an expert's width are added
+            down_bias = jnp.where(jax.lax.axis_index("tensor") == 0, down_bias, 0)
+        return product(self, "down", hidden, dtype=jnp.float32, sizes=sizes, bias=down_bias)

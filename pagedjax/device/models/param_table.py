@@ -16,6 +16,9 @@ class ParamSource(NamedTuple):
     rows: the number of rows of each source, so that an error can name the wrong source; () if there
         is one source, or to check only the sum.
     optional: omit the parameter if none of its sources exists.
+    stacked: the one source has so many matrices of equal size, [stacked, out, in], or as many
+        vectors [stacked, n]. They are joined on axis 0. With `transpose` each is transposed first,
+        [stacked, in, out], and not what they make. 0: the sources are not stacked.
     order: a permutation of the joined rows: row i of the parameter is row order[i] of them; (): they
         stay as they are.
     """
@@ -27,3 +30,12 @@ class ParamSource(NamedTuple):
     rows: tuple[int, ...] = ()
     optional: bool = False
     order: tuple[int, ...] = ()
+    stacked: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of all sources together, as files have them."""
+        if not self.stacked:
+            return self.shape[::-1] if self.transpose else self.shape
+        of_one = self.shape[0] // self.stacked, *self.shape[1:]
+        return self.stacked, *(of_one[::-1] if self.transpose else of_one)

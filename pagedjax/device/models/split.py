@@ -220,6 +220,8 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
         padded_heads = heads(c, n)
         kind = padded_heads.queries if owner == "q_norm" else padded_heads.keys
         return (Split(AXES, _row_order(kind, c.head_dim)),)
+    if path[-1] == "sinks":
+        return (Split(AXES, heads(c, n).queries),)
     if "attn" in path and c.latent:
         return _latent_attention(c, c.latent, n, path)
     if "attn" in path and owner in ("qkv", "out"):
@@ -294,6 +296,8 @@ def _experts(c: DecoderConfig, mesh: MeshConfig, name: str) -> tuple[Split, ...]
     width = _padded(size, mesh.tensor)
     if name == "down":
         return (Split((EXPERT,)), Split((TENSOR,), width))
+    if name == "down_bias":
+        return (Split((EXPERT,)),)
     # axes: mesh.expert, mesh.tensor, the experts of a device, rows of an expert
     expert_rows = _gated(width, size, mesh.tensor).reshape(1, mesh.tensor, 1, -1)
     first = np.arange(count).reshape(mesh.expert, 1, -1, 1) * 2 * size

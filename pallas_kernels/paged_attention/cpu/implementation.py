@@ -27,28 +27,31 @@ BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 PAIRED = "bfloat16_bfloat16"
 
 
-def _handler(kind: str, invariant: bool) -> Handler:
+def _handler(kind: str, invariant: bool, sinks: bool) -> Handler:
     """Makes the handler of a variant. kind: PAIRED, or the dtype of the keys and values."""
-    variant = f"{kind}_invariant" if invariant else kind
+    variant = kind + "_invariant" * invariant + "_sinks" * sinks
     size = BYTES["bfloat16" if kind == PAIRED else kind]
     options = {"size": size, "paired": int(kind == PAIRED), "invariant": int(invariant)}
+    options["sinks"] = int(sinks)
     folder = Path(__file__).parent
     return Handler(
         f"paged_attention_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options
     )
 
 
+_KINDS = [(kind, invariant) for kind in BYTES for invariant in (False, True)]
 _HANDLERS = {
-    (kind, invariant): _handler(kind, invariant) for kind in BYTES for invariant in (False, True)
+    (kind, invariant, sinks): _handler(kind, invariant, sinks)
+    for kind, invariant in (*_KINDS, (PAIRED, False))
+    for sinks in (False, True)
 }
-_HANDLERS[PAIRED, False] = _handler(PAIRED, False)
 
 
-def handler_of(dtype: str, query_dtype: str, invariant: bool) -> Handler:
+def handler_of(dtype: str, query_dtype: str, invariant: bool, sinks: bool = False) -> Handler:
     """Returns the handler for keys and values, and queries, of these dtypes."""
     # an invariant chunk multiplies float32 numbers, as a decode does
     is_paired = dtype == query_dtype == "bfloat16" and not invariant
-    return _HANDLERS[PAIRED if is_paired else dtype, invariant]
+    return _HANDLERS[PAIRED if is_paired else dtype, invariant, sinks]
 
 
 def _served_dtype(q, k_pages, v_pages) -> str:
@@ -80,6 +83,7 @@ def paged_attention(
     scale: float,
     window=None,
     soft_cap=None,
+    sinks=None,
     invariant=False,
 ) -> jax.Array:
     """See `api.paged_attention`.
@@ -93,7 +97,7 @@ def paged_attention(
         ValueError: `cache_obstacle` gives a reason.
     """
     dtype = _served_dtype(q, k_pages, v_pages)
-    handler = handler_of(dtype, q.dtype.name, invariant)
+    handler = handler_of(dtype, q.dtype.name, invariant, sinks is not None)
     handler.register()
     t, n, d = q.shape
     k = k_pages.shape[1]
@@ -103,6 +107,7 @@ def paged_attention(
         jnp.full(1, soft_cap or 0, jnp.float32),
         # the kernel divides the queries by it, and then has the bfloat16 numbers again
         jnp.full(1, scale if q.dtype == jnp.bfloat16 else 0, jnp.float32),
+        *(() if sinks is None else (sinks,)),
     )
     attend = jax.ffi.ffi_call(handler.target, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
@@ -163,4 +168,5 @@ IMPLEMENTATION = Implementation(
     page_dtype=page_dtype,
     pages=zeros,
     invariant=partial(paged_attention, invariant=True),
+    takes_sinks=True,
 )

@@ -24,9 +24,9 @@ from __future__ import annotations
 import numpy as np
 
 from pallas_kernels.paged_attention.cpu.items import SHORT, SPAN, attend, first_seen, scratch_bytes
-from pallas_kernels.paged_attention.cpu.options import INVARIANT, SIZE
+from pallas_kernels.paged_attention.cpu.options import INVARIANT, SINKS, SIZE
 from pallas_kernels.paged_attention.cpu.pieces import attend_piece, merge_parts
-from pallas_kernels.paged_attention.cpu.tile_items import attend_tile
+from pallas_kernels.paged_attention.cpu.tile_items import attend_tile, with_sink
 from pallas_kernels.paged_attention.cpu.tile_vectors import LANES
 from pallas_kernels.paged_attention.cpu.vectors import clear, scale
 from pallas_kernels.shared.cpu.memory import (
@@ -73,6 +73,7 @@ HEADS = 104  # K
 GROUP = 112  # G
 DIM = 120  # D
 BLOCK = 128  # S
+SINK = 136  # address of the sinks [K, G], in a variant that has them
 WINDOW = 144  # NO_WINDOW where there is none
 CAP = 152  # a float32, 0 where there is none
 # A float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
@@ -139,7 +140,8 @@ def _merge(job):
             place = start * queries + query
             stats = load_word(job + STATS) + 8 * place
             parts = load_word(job + PARTS) + 4 * d * place
-            merge_parts(out, stats, parts, (end - start) // count, count * queries, d)
+            sink = load_word(job + SINK) + 4 * (query % queries) if SINKS else 0
+            merge_parts(out, stats, parts, (end - start) // count, count * queries, d, sink)
 
 
 @compiled_apart
@@ -175,6 +177,7 @@ def _work(job):
         k = load_word(job + KEYS) + head_bytes * head
         v = load_word(job + VALUES) + head_bytes * head
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
+        sinks = load_word(job + SINK) + 4 * group * head if SINKS else 0
         if count > SHORT and INVARIANT:
             begin = SHORT * index
             tokens = min(SHORT, count - begin)
@@ -182,7 +185,7 @@ def _work(job):
             attend_piece(
                 q + piece_offset, k, v, page_bytes, table, cap, group, d, s, room,
                 out + piece_offset, tokens,
-                length - (count - begin - tokens), window, token_bytes, heads,
+                length - (count - begin - tokens), window, token_bytes, heads, sinks,
             )  # fmt: skip
         elif count > SHORT:
             begin = LANES * index
@@ -190,7 +193,7 @@ def _work(job):
             before = length - count
             attend_tile(
                 q, k, v, page_bytes, table, begin, lanes, before, window, cap, factor, token_bytes,
-                group, d, s, room, out,
+                group, d, s, room, out, sinks,
             )  # fmt: skip
         else:
             slot = load_word(load_word(job + SLOTS) + 8 * row) + count * index
@@ -208,7 +211,10 @@ def _work(job):
             if alone:
                 for token in range(count):
                     for g in range(group):
-                        norm = load_float(stats + 8 * (token * group * heads + g) + 4)
+                        part_stats = stats + 8 * (token * group * heads + g)
+                        norm = load_float(part_stats + 4)
+                        if SINKS:
+                            norm = with_sink(norm, load_float(part_stats), sinks + 4 * g)
                         scale(out + token * token_bytes + 4 * g * d, np.float32(1) / norm, d)
         fetch_add(job + ITEMS_DONE, 1)
     if room != 0:
@@ -221,7 +227,7 @@ def _make_job(frame):
     """Lists the work of a call.
 
     Operands: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1],
-    scale of bfloat16 queries [1].
+    scale of bfloat16 queries [1], and the sinks [N] in a variant that has them.
     """
     q = argument(frame, 0)
     keys = argument(frame, 1)
@@ -266,6 +272,8 @@ def _make_job(frame):
     store_word(job + WINDOW, window)
     store_float(job + CAP, load_float(data(argument(frame, 7))))
     store_float(job + FACTOR, load_float(data(argument(frame, 8))))
+    if SINKS:
+        store_word(job + SINK, data(argument(frame, 9)))
     store_word(job + STATS, job + stats)
     store_word(job + PARTS, job + parts)
     store_word(job + SLOTS, job + slots_at)

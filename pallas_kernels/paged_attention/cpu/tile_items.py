@@ -13,9 +13,11 @@ softmax needs no sums across lanes.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from pallas_kernels.paged_attention.cpu.options import PAIRED, SIZE
+from pallas_kernels.paged_attention.cpu.options import PAIRED, SINKS, SIZE
 from pallas_kernels.paged_attention.cpu.tile_vectors import (
     KEYS_AT_ONCE,
     LANES,
@@ -160,10 +162,24 @@ def _advance_visible(visible):
 
 
 @compiled
-def _write_results(sums, norm, places, number, d, out):
+def with_sink(norm, top, sink) -> np.float32:
+    """Returns the sum of the weights with that of the sink at this address.
+
+    It is infinite for a sink far above all scores, and the query's result is then 0.
+    """
+    return norm + np.float32(math.exp(load_float(sink) - top))
+
+
+@compiled
+def _write_results(sums, top, norm, places, first, number, group, d, out, sinks):
     """Divides the sums of each query by its norm, and writes them to its place in `out`."""
     for lane in range(number):
-        scale(sums + 4 * d * lane, np.float32(1) / load_float(norm + 4 * lane), d)
+        total = load_float(norm + 4 * lane)
+        if SINKS:
+            total = with_sink(
+                total, load_float(top + 4 * lane), sinks + 4 * ((first + lane) % group)
+            )
+        scale(sums + 4 * d * lane, np.float32(1) / total, d)
         copy(4, sums + 4 * d * lane, out + load_word(places + 8 * lane), d)
 
 
@@ -202,6 +218,7 @@ def _attend_pairs(
     s,
     scratch,
     out,
+    sinks,
 ):
     """As `attend_tile`, by products of pairs of bfloat16 numbers.
 
@@ -263,7 +280,7 @@ def _attend_pairs(
                 weights + 4 * lane, tokens, d, even // 2, rescale + 4 * lane, sums + 4 * d * lane
             )
 
-    _write_results(sums, norm, places, number, d, out)
+    _write_results(sums, top, norm, places, first, number, group, d, out, sinks)
 
 
 @compiled_apart
@@ -285,6 +302,7 @@ def attend_tile(
     s,
     scratch,
     out,
+    sinks,
 ):
     """Computes queries first : first + number of a row for one key head, over what they see.
 
@@ -295,11 +313,12 @@ def attend_tile(
     k, v, table, cap: as in `attend`.
     factor: the scale that bfloat16 queries have been multiplied by, 0 if they are float32.
     scratch: `scratch_bytes` bytes.
+    sinks: address of the key head's sinks [G], in a variant that has them.
     """
     if PAIRS and PAIRED:
         _attend_pairs(
             q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes,
-            group, d, s, scratch, out,
+            group, d, s, scratch, out, sinks,
         )  # fmt: skip
         return
     scratch += -scratch % 64  # no vector across two cache lines
@@ -344,7 +363,7 @@ def attend_tile(
                 weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane
             )
 
-    _write_results(sums, norm, places, number, d, out)
+    _write_results(sums, top, norm, places, first, number, group, d, out, sinks)
 
 
 @compiled

@@ -59,6 +59,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     tiles: TpuTiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -97,10 +98,11 @@ def paged_attention(
         s=s,
         itemsize=k_pages.dtype.itemsize,
         query_itemsize=q.dtype.itemsize,
+        has_sinks=sinks is not None,
     )
-    scores = Scores(scale, window, soft_cap)
+    scores = Scores(scale, window, soft_cap, has_sinks=sinks is not None)
     tiles = tiles or TpuTiles.of(device_kind())
-    call = Call(k_pages, v_pages, block_tables, shape, scores, tiles, interpret)
+    call = Call(k_pages, v_pages, block_tables, shape, scores, tiles, interpret, sinks)
 
     q_lens = jnp.diff(cu_q_lens)
     first = cu_q_lens[:-1]
@@ -130,8 +132,12 @@ class Call(NamedTuple):
     scores: Scores
     tiles: TpuTiles
     interpret: Any
+    sinks: jax.Array | None = None  # [N]
 
     def __call__(self, q: jax.Array, work: Work, sizes: Sizes) -> jax.Array:
+        sinks = None
+        if self.sinks is not None:
+            sinks = sink_rows(self.sinks, self.shape, sizes.tokens, q.shape[3] // sizes.streams)
         return attend(
             q,
             self.k_pages,
@@ -140,6 +146,7 @@ class Call(NamedTuple):
             work,
             sizes,
             self.scores,
+            sinks,
             width=self.block_tables.shape[1],
             vmem_limit=self.tiles.vmem_limit,
             interpret=self.interpret,
@@ -204,6 +211,7 @@ class Shape(NamedTuple):
     s: int  # token slots of a page
     itemsize: int  # bytes of a number of pages
     query_itemsize: int
+    has_sinks: bool = False
 
     @property
     def streams(self) -> int:
@@ -248,6 +256,14 @@ def chunk_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
     padded = jnp.pad(q, ((0, -t % sizes.tokens), (0, 0), (0, 0), (0, 0)))
     tiled = padded.reshape(-1, sizes.tokens, heads, group, d).transpose(0, 2, 3, 1, 4)
     return streams_of(tiled.reshape(-1, heads, group * sizes.tokens, d), sizes.streams)[:, None]
+
+
+def sink_rows(sinks: jax.Array, shape: Shape, tokens: int, rows: int) -> jax.Array:
+    """Returns sinks [N] for the rows of a tile's results, [K, `rows`]: (query head, token) pairs,
+    and padding.
+    """
+    of_rows = jnp.repeat(sinks.reshape(shape.heads, shape.group), tokens, axis=1)
+    return jnp.pad(of_rows, ((0, 0), (0, rows - of_rows.shape[1])))
 
 
 def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Array:
@@ -327,7 +343,8 @@ def vmem(shape: Shape, sizes: Sizes) -> int:
     """
     rows = -(-shape.group * sizes.tokens // 8) * 8
     q_shape = (1, sizes.units, shape.heads, sizes.streams * rows, row_size(shape.d))
-    return vmem_bytes(q_shape, shape.query_itemsize, shape.itemsize, sizes)
+    sizes_of_numbers = shape.query_itemsize, shape.itemsize
+    return vmem_bytes(q_shape, *sizes_of_numbers, sizes, has_sinks=shape.has_sinks)
 
 
 def _items(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -492,5 +509,5 @@ def obstacle(
 
 
 IMPLEMENTATION = Implementation(
-    "pallas_tpu", paged_attention, obstacle, row_size, kv_write_tpu.write
+    "pallas_tpu", paged_attention, obstacle, row_size, kv_write_tpu.write, takes_sinks=True
 )

@@ -78,6 +78,7 @@ class Scores(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    has_sinks: bool = False
 
 
 class Refs(NamedTuple):
@@ -99,12 +100,15 @@ class Refs(NamedTuple):
     norm: Any  # [K, R, 128] f32 running sums of weights
     cursor: Any  # [4]
     arrived: Any  # [stages] semaphores
+    sinks: Any = None  # [K, R / streams, 128] f32, in powers of two; None: there are none
 
 
-def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
+def vmem_bytes(
+    q_shape, q_itemsize: int, itemsize: int, sizes: Sizes, *, has_sinks: bool = False
+) -> int:
     """Returns the bytes of VMEM that a kernel needs.
 
-    They hold the ring, the running sums, scores, and queries and results. Queries and results are
+    They hold the ring, the running sums, scores, sinks, and queries and results. The last three are
     there twice, because Pallas copies those of the next bundle while one is computed. The
     compiler's memory for scores is an estimate: four numbers of 32 bits for each score of the heads
     in one body of the loop. They are six if pages are in float32, which needs several passes of the
@@ -118,10 +122,12 @@ def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
     ring = 2 * sizes.stages * heads * sizes.span // sizes.streams * lanes * itemsize
     sums = heads * rows * (lanes + 2 * LANES) * 4
     scores = min(heads, UNROLLED) * rows * sizes.span // sizes.streams * 4 * (2 + itemsize)
+    sinks = 2 * heads * rows // sizes.streams * LANES * 4 if has_sinks else 0
     return (
         ring
         + sums
         + scores
+        + sinks
         + 2 * units * heads * (rows + rows // sizes.streams) * lanes * q_itemsize
     )
 
@@ -134,6 +140,7 @@ def attend(
     work: Work,
     sizes: Sizes,
     scores: Scores,
+    sinks=None,
     *,
     width,
     vmem_limit,
@@ -145,6 +152,7 @@ def attend(
         q: [bundles, U, K, R, L] tiles, R in the order (stream, query head, query token).
         k_pages, v_pages: [P, K, S / streams, L].
         tables: [B * M] page ids.
+        sinks: [K, R / streams] float32, of each row of a result; None: there are none.
         width: M.
         vmem_limit: bytes that the compiler may use.
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
@@ -161,12 +169,18 @@ def attend(
         return pl.BlockSpec((1, units, heads, rows, lanes), lambda i, *_: (i, 0, 0, 0, 0))
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    sink_rows = []
+    sink_specs = []
+    if sinks is not None:
+        shape = (heads, result_rows, LANES)
+        sink_rows = [jnp.broadcast_to((sinks * LOG2E)[:, :, None], shape)]
+        sink_specs = [pl.BlockSpec(shape, lambda i, *_: (0, 0, 0))]
     call = pl.pallas_call(
         partial(_kernel, sizes, scores, width),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work) + 1,
             grid=(bundles,),
-            in_specs=[bundle_spec(rows), in_hbm, in_hbm],
+            in_specs=[bundle_spec(rows), in_hbm, in_hbm, *sink_specs],
             out_specs=bundle_spec(result_rows),
             scratch_shapes=[
                 pltpu.VMEM(ring, k_pages.dtype),
@@ -185,13 +199,16 @@ def attend(
         interpret=interpret,
         name=f"paged_attention_{sizes.kernel}",
     )
-    return call(*work, tables, q, *pinned(k_pages, v_pages, interpret=interpret))
+    return call(*work, tables, q, *pinned(k_pages, v_pages, interpret=interpret), *sink_rows)
 
 
 def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
     """Computes one bundle of the grid."""
     scalar_count = len(Work._fields)
-    r = Refs(sizes, scores, width, Work(*refs[:scalar_count]), *refs[scalar_count:])
+    work = Work(*refs[:scalar_count])
+    tables, q, k_pages, v_pages, *others = refs[scalar_count:]
+    sinks = others.pop(0) if scores.has_sinks else None
+    r = Refs(sizes, scores, width, work, tables, q, k_pages, v_pages, *others, sinks=sinks)
     bundle = pl.program_id(0)
     total = r.work.first[pl.num_programs(0)]
 
@@ -417,6 +434,8 @@ def _finish(r: Refs, item, head) -> None:
             acc = pltpu.roll(acc, lanes - stream * (lanes // r.sizes.streams), 1)
         total = total + acc * weight
         norm = norm + r.norm[head, part][:, :1] * weight
+    if r.sinks is not None:  # infinite for a sink far above all scores: the result is then 0
+        norm = norm + jnp.exp2(r.sinks[head][:, :1] - best)
     result = (total / norm).astype(r.out.dtype)
     unit = r.work.unit[item]
     if r.sizes.tokens > 1:

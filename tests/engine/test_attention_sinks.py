@@ -1,0 +1,79 @@
+"""Models with a sink in each head (GPT-OSS) in an engine; what cannot serve them is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import chex
+import numpy as np
+import pytest
+
+from pagedjax import load_model
+from pagedjax.device.attention import IMPLS
+from tests.engine.runs import answers, greedy, logprobs_of, small_llm
+from tests.refusals import refused
+from tests.weights.tiny_families import write_family
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 2,
+}
+PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (60, 5, 33)]
+GREEDY = greedy(12, logprobs=0)
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 60, "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(write_family(tmp_path_factory.mktemp("oss") / "model", GPT_OSS))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 24},
+        {"attention_impl": "xla"},
+        {"speculative": {"method": "ngram", "num_tokens": 3}},
+    ],
+    ids=["preemption", "xla", "drafts"],
+)
+def test_answers_are_the_same_however_they_are_computed(model, options):
+    expected = answers(small_llm(model, **SMALL), PROMPTS, GREEDY)
+    results = answers(small_llm(model, **SMALL | options), PROMPTS, GREEDY)
+    for result, answer in zip(results, expected, strict=True):
+        assert result.token_ids == answer.token_ids
+        chex.assert_trees_all_close(logprobs_of(result), logprobs_of(answer), atol=1e-4)
+
+
+def test_what_takes_no_sinks_is_refused_with_what_does(model):
+    with refused(
+        "attention_impl 'pallas_gpu' takes no sinks, and the model has a sink in each head; those "
+        "that take them: 'reference', 'xla', 'cpu', 'pallas_tpu'"
+    ):
+        small_llm(model, attention_impl="pallas_gpu")
+    own = IMPLS["xla"]._replace(name="own", takes_sinks=False)
+    with refused("takes no sinks"):
+        small_llm(model, attention_impl=own)
+
+
+def test_kv_policies_of_a_model_without_windows(tmp_path):
+    """`streaming` keeps more than the prompt has, so it changes nothing."""
+    full = GPT_OSS | {"layer_types": ["full_attention"] * 2}
+    model = load_model(write_family(tmp_path / "model", full))
+    policy = {"name": "streaming", "sinks": 4, "window": 120}
+    expected = answers(small_llm(model, **SMALL), PROMPTS[:1], GREEDY)
+    results = answers(small_llm(model, **SMALL, kv_policy=policy), PROMPTS[:1], GREEDY)
+    assert results[0].token_ids == expected[0].token_ids
+    with refused("kv_policy 'quest' calls attention for one key head at a time, .* 'streaming'"):
+        small_llm(model, kv_policy={"name": "quest", "tokens": 64, "dense_layers": 1}, **SMALL)
