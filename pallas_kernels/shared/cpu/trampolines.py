@@ -23,7 +23,7 @@ from pallas_kernels.shared.cpu.memory import call, fetch_add, load_published
 from pallas_kernels.shared.cpu.translate import INT32, WORD, CFunction, Translation, compiled_apart
 from pallas_kernels.shared.cpu.xla_call import failure, is_query
 
-SPARE = 20  # trampolines that are made at once: more than there are variants
+SPARE = 20  # trampolines that are made at once: more than a model has variants
 WAIT = 500  # microseconds between two looks
 
 usleep: Any = CFunction("usleep", INT32, WORD)  # the C type is of 32 bits, in the same register
