@@ -17,11 +17,12 @@ Rules of the scheduler (the numbers of its docstring) and how they are sums:
       one leaves if they would not suffice after those before it have left.
 7.    By recomputation: nothing computed, nothing kept.
 
-What is left out, and refused by name (`Sizes.of`): prefix caching, branches and beams, drafts,
-swapping, groups of layers, steps of one kind, whole prompts, contiguous reservations. Block ids do
-not exist here: blocks are counted.
+What is left out, and refused by name (`Sizes.of`): swapping, groups of layers, steps of one kind,
+whole prompts, contiguous reservations. `Requests` have no place for prefix caching, branches, beams
+and drafts. Block ids do not exist here: blocks are counted. Nothing is rejected: a request that is
+larger than the pool never ends (`workloads.of_arrays` refuses it, `rollout.played` returns NaN).
 
-tests/experiments/twin/test_scheduler.py compares plans with the scheduler's, step by step.
+tests/experiments/twin/test_array_scheduler.py compares plans with the scheduler's, step by step.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ENDED = 3
 
 NO_STEP = -1
 
-LARGEST_SCORE = 2**20  # of either sign; times N it is an int32, so N is at most 1024
+LARGEST_SCORE = 2**30  # of either sign
 
 
 class Sizes(NamedTuple):
@@ -179,17 +180,18 @@ def submit(state: State, arrived: Flags) -> State:
     return state._replace(phase=phase)
 
 
-def sums_before(*pairs: tuple[Ints, Ints]) -> tuple[Ints, ...]:
-    """Of (keys, values), int32 [N] each: for each item, the sum of the values of the items with a
-    lower key. The result has such an array for each pair.
+def sums_before(score: Ints, *columns: Ints) -> tuple[Ints, ...]:
+    """Of each column, int32 [N]: for each item, the sum over the items before it. Those are the items
+    with a lower score, and the earlier ones with the same score.
 
     One reduction gives all sums. On a CPU it takes a fortieth of the time of a `jnp.sum` for each
-    pair, for which XLA writes the comparisons to memory; with one pair alone it is not so fast.
+    column, for which XLA writes the comparisons to memory; with one column alone it is not so fast.
     """
-    counted = [
-        jnp.where(keys[None, :] < keys[:, None], values[None, :], 0) for keys, values in pairs
-    ]
-    zeros = [jnp.int32(0)] * len(pairs)
+    places = jnp.arange(score.shape[0], dtype=jnp.int32)
+    earlier = (places[None, :] < places[:, None]).astype(jnp.int32)
+    before = score[None, :] < score[:, None] + earlier
+    counted = [jnp.where(before, column[None, :], 0) for column in columns]
+    zeros = [jnp.int32(0)] * len(columns)
     return tuple(jax.lax.reduce(tuple(counted), tuple(zeros), _added, (1,)))
 
 
@@ -204,10 +206,7 @@ def blocks_for(tokens: Ints, sizes: Sizes) -> Ints:
 
 def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
     """What the next step computes. A plan without rows has counts of 0 alone."""
-    num_requests = state.phase.shape[0]
-    arrivals = jnp.arange(num_requests, dtype=jnp.int32)
-    ranks = order.score * num_requests + arrivals  # the lower score, then the earlier arrival
-    state, preempted, exits = _make_room(state, sizes, ranks)
+    state, preempted, exits = _make_room(state, sizes, order.score)
 
     running = state.phase == RUNNING
     to_compute = state.length - state.computed
@@ -217,9 +216,7 @@ def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
     of_waiting = jnp.where(waiting, state.length, 0)
     need = jnp.where(waiting, blocks_for(state.length, sizes), 0)
     waiting_before, blocks_before, place = sums_before(
-        (ranks, of_waiting),
-        (ranks, need),
-        (ranks, waiting.astype(jnp.int32)),
+        order.score, of_waiting, need, waiting.astype(jnp.int32)
     )
     budget = sizes.budget - jnp.sum(decodes)
     counts = decodes + jnp.minimum(budget, of_prompt)
@@ -248,14 +245,18 @@ def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
     return state, plan
 
 
-def _make_room(state: State, sizes: Sizes, ranks: Ints) -> tuple[State, Flags, Ints]:
+def _make_room(state: State, sizes: Sizes, score: Ints) -> tuple[State, Flags, Ints]:
     """A block for each decode whose last block is full; sequences leave until the free blocks
     suffice -> (state, who was preempted, in which place).
     """
     running = state.phase == RUNNING
     full = running & (state.computed == state.blocks * sizes.block_size)
     spared = jnp.where(running, state.blocks + full, 0)  # blocks, if the sequence leaves
-    spared_before, place = sums_before((-ranks, spared), (-ranks, running.astype(jnp.int32)))
+    rows = running.astype(jnp.int32)
+    spared_by_earlier, earlier_rows = sums_before(score, spared, rows)
+    # the last leaves first
+    spared_before = jnp.sum(spared) - spared - spared_by_earlier
+    place = jnp.sum(rows) - rows - earlier_rows
     missing = jnp.sum(full) - state.free_blocks
     preempted = running & (missing > spared_before)
     grows = full & ~preempted
