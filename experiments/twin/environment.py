@@ -7,10 +7,13 @@ ended has a score that nobody reads. Time passes as the cost says; if nothing is
 the next arrival. An episode ends with its last request.
 
     environment = Environment(count=64, draw=workloads.poisson(64))
+    params = Params(sizes, cost, workload)
     observation, state = environment.reset(key, params)
     observation, state, reward, done, info = environment.step(key, state, action, params)
 
-`step` begins the next episode by itself when one ends, as gymnax does; `step_env` does not.
+`step` begins the next episode by itself when one ends, as gymnax does; `step_env` does not. There
+are no default parameters and no spaces: `Order` and `Observation` say what actions and observations
+are.
 """
 
 from __future__ import annotations
@@ -124,7 +127,7 @@ def latency(before: State, after: State, params: Params) -> jax.Array:
     """
     from_then = jnp.maximum(before.now, after.requests.arrival)
     until = jnp.where(after.end == NOT_YET, after.now, after.end)
-    spent = jnp.clip(until - from_then, 0, None)
+    spent = jnp.clip(until - from_then, 0, None).astype(jnp.float32)  # a sum may exceed int32
     return -jnp.sum(spent) / costs.MICROSECONDS / _present(after.requests)
 
 
@@ -204,6 +207,9 @@ class Environment(NamedTuple):
             action: int32 [N], within `scheduler.LARGEST_SCORE`; or an `Order`.
 
         `info` has the step's `Plan`.
+
+        Raises:
+            ValueError: the reward is not one number.
         """
         order = action if isinstance(action, Order) else all_offered(action)
         planned, plan = scheduler.schedule(state.scheduler, params.sizes, order)
@@ -219,6 +225,11 @@ class Environment(NamedTuple):
         )
         after = _arrived(after)
         reward = self.reward(state, after, params)
+        if jnp.shape(reward) != ():
+            raise ValueError(
+                f"the reward of a step has the shape {jnp.shape(reward)}; return one number, such "
+                "as a sum or a mean over the requests"
+            )
         done = jnp.all(after.scheduler.phase == ENDED)
         return observe(after), after, reward, done, {"plan": plan}
 

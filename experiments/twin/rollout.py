@@ -24,7 +24,9 @@ def returns(
 ) -> jax.Array:
     """float32 [worlds]: the sum of the rewards of an episode from each key.
 
-    The loop ends when the last world has ended; a world that has ended earns nothing more.
+    The loop ends when the last world has ended; a world that has ended earns nothing more. The sum is
+    NaN of a world that cannot end: a step computes nothing while requests wait, as one of them is
+    larger than the pool, or the policy offers none; or its time is beyond int32.
 
     Args:
         policy: what `decide` gets first, the same for all worlds.
@@ -40,8 +42,11 @@ def played(
 
     def step(state: State) -> tuple[State, jax.Array]:
         order = decide(policy, state.scheduler, state.requests)
-        _, after, reward, _, _ = world.step_env(keys[0], state, order, params)
-        return after, reward
+        _, after, reward, done, info = world.step_env(keys[0], state, order, params)
+        began = jnp.any(state.scheduler.phase != ENDED)
+        computes = jnp.any(info["plan"].counts > 0) & (after.now >= state.now)
+        reward = jnp.where(done | computes, reward, jnp.nan)
+        return after, jnp.where(began, reward, 0.0)
 
     def advance(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         states, sums = carry
@@ -49,7 +54,8 @@ def played(
         return states, sums + rewards
 
     def unfinished(carry: tuple[State, jax.Array]) -> jax.Array:
-        return jnp.any(carry[0].scheduler.phase != ENDED)
+        states, sums = carry
+        return jnp.any((states.scheduler.phase != ENDED) & ~jnp.isnan(sums)[:, None])
 
     states = jax.vmap(world.reset, (0, None))(keys, params)[1]
     zeros = jnp.zeros(keys.shape, jnp.float32)

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.twin.scheduler import Requests
+from experiments.twin.scheduler import Requests, Sizes, blocks_for
 
 Draw = Callable[[jax.Array, Any], Requests]
 
 MICROSECONDS = 1e6  # of a second
 LATEST = 2**30  # microseconds: a later arrival would leave too little time in an int32
+MOST_TOKENS = 2**30  # of all requests together, at their longest: sums are int32
+MOST_PREDICTED = 2**27 - 2  # as learned.log2 has room for
+LARGEST_PRIORITY = 2**20  # of either sign
 
 
 class Lengths(NamedTuple):
@@ -51,14 +54,20 @@ class Poisson(NamedTuple):
 
 
 def poisson(count: int) -> Draw:
-    """Draws of `count` requests of a `Poisson`."""
+    """Draws of `count` requests of a `Poisson`. A draw raises ValueError if there are more kinds, which
+    are users, than requests.
+    """
 
     def draw(key: jax.Array, workload: Poisson) -> Requests:
+        num_kinds = jnp.shape(workload.kinds)[0]
+        if num_kinds > count:
+            raise ValueError(
+                f"the workload has {num_kinds} kinds, and an episode {count} requests; each kind is "
+                f"a user, and users are numbered below the requests: draw at least {num_kinds}"
+            )
         gaps, kinds, prompts, outputs, errors = jax.random.split(key, 5)
         seconds = jnp.cumsum(jax.random.exponential(gaps, (count,))) / workload.rate
-        kind = jax.random.choice(
-            kinds, jnp.shape(workload.kinds)[0], (count,), p=jnp.asarray(workload.kinds)
-        )
+        kind = jax.random.choice(kinds, num_kinds, (count,), p=jnp.asarray(workload.kinds))
         prompt_len = _lengths(prompts, workload.prompt, kind)
         output = jnp.minimum(_lengths(outputs, workload.output, kind), workload.max_tokens)
         error = jnp.exp(workload.spread * jax.random.normal(errors, (count,)))
@@ -94,7 +103,13 @@ def given(key: jax.Array, requests: Requests) -> Requests:
 
 
 def of_arrays(
-    seconds: Any, prompt_len: Any, output_len: Any, max_tokens: int, **columns: Any
+    seconds: Any,
+    prompt_len: Any,
+    output_len: Any,
+    max_tokens: int,
+    *,
+    sizes: Sizes | None = None,
+    **columns: Any,
 ) -> Requests:
     """Requests of a trace, for `given`.
 
@@ -102,24 +117,30 @@ def of_arrays(
         seconds: arrivals, ascending, [N].
         prompt_len, output_len: tokens, at least 1 each, [N].
         max_tokens: output tokens that each may have.
-        columns: other fields of `Requests`, [N]; 0 if they are left out.
+        sizes: of the scheduler. If they are given, a request that can grow beyond the pool is
+            refused, as the scheduler refuses it; else it never ends.
+        columns: "priority", "user" (0 to N - 1) and "predicted", [N]; 0 if they are left out.
 
     Raises:
-        ValueError: a column has another length, arrivals do not ascend, or a length is below 1.
+        ValueError: a column is unknown or has another length, arrivals do not ascend, or a value is
+            out of its range.
     """
+    others = ("priority", "user", "predicted")
+    for name in columns:
+        if name not in others:
+            raise ValueError(f"there is no column {name!r}; give some of {', '.join(others)}")
     arrival = np.round(MICROSECONDS * np.asarray(seconds, np.float64))
     prompts = np.asarray(prompt_len)
     outputs = np.asarray(output_len)
     zeros = np.zeros_like(prompts)
-    filled = {name: np.asarray(columns.get(name, zeros)) for name in ("priority", "user")}
-    filled["predicted"] = np.asarray(columns.get("predicted", zeros))
+    filled = {name: np.asarray(columns.get(name, zeros)) for name in others}
     for name, column in {"prompt_len": prompts, "output_len": outputs, **filled}.items():
         if column.shape != arrival.shape:
             raise ValueError(
                 f"{name} has the shape {column.shape} and seconds {arrival.shape}; "
                 "give one number for each request"
             )
-    if np.any(np.diff(arrival) < 0) or np.any(arrival < 0):
+    if not (np.all(np.diff(arrival) >= 0) and np.all(arrival >= 0)):  # nor are they NaN
         raise ValueError("seconds must ascend from 0; sort the requests by their arrivals")
     if np.any(arrival > LATEST):
         raise ValueError(
@@ -131,6 +152,32 @@ def of_arrays(
             "each request needs a prompt of at least 1 token, and from 1 to max_tokens "
             f"({max_tokens}) tokens of output; leave the others out"
         )
+    limits = prompts.astype(np.int64) + max_tokens
+    if limits.sum() > MOST_TOKENS:
+        raise ValueError(
+            f"the requests have up to {limits.sum()} tokens together; at most {MOST_TOKENS} fit: "
+            "lower max_tokens, or cut the trace into parts"
+        )
+    bounds = {
+        "user": (0, len(arrival) - 1),
+        "predicted": (0, MOST_PREDICTED),
+        "priority": (-LARGEST_PRIORITY, LARGEST_PRIORITY),
+    }
+    for name, (least, most) in bounds.items():
+        outside = (filled[name] < least) | (filled[name] > most)
+        if np.any(outside):
+            raise ValueError(
+                f"{name} of a request is {filled[name][outside][0]}; number it within {least} and "
+                f"{most}"
+            )
+    if sizes is not None:
+        need = int(blocks_for(limits.max(initial=0), sizes))
+        if need > sizes.num_blocks:
+            raise ValueError(
+                f"a request can grow to {limits.max()} tokens, which is {need} blocks of "
+                f"{sizes.block_size}, but the pool has {sizes.num_blocks}; raise num_blocks to "
+                f"{need}, or lower max_tokens, or leave the request out"
+            )
     return Requests(
         arrival.astype(np.int32),
         prompts.astype(np.int32),
