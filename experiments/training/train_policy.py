@@ -22,6 +22,7 @@ bad guess of the shortest request.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -50,6 +51,7 @@ from experiments.training.updates import first_state, next_state
 from experiments.twin import environment, learned, network, policies, simulated, workloads
 from experiments.twin.cost import Cost
 from experiments.twin.environment import Environment, Params
+from experiments.twin.learned import LARGEST_PATIENCE, MOST_UNITS
 from experiments.twin.network import Integers, Scorer
 from experiments.twin.rollout import Difference, difference, returns, shortest_left
 from experiments.twin.scheduler import Requests, Sizes
@@ -61,7 +63,9 @@ from pagedjax.options.own_values import own_function
 
 optax = require("optax")
 
-HELD_OUT = 10**6  # the number of the first held-out episode; training has fewer
+HELD_OUT = 10**6  # the number of the held-out episodes; steps of training have lower ones
+# seconds in which requests arrive on average; a time beyond LATEST would be cut off
+LONGEST = workloads.LATEST / workloads.MICROSECONDS / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,26 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
     one_of("model", setup.model, tuple(SHAPES))
     roofline = Roofline(SHAPES[setup.model], CHIPS[setup.chip])
     cost = Cost.of(roofline, sizes, f"{setup.model} on {setup.chip}")
+    if setup.units > MOST_UNITS:
+        raise ValueError(
+            f"units is {setup.units}; at most {MOST_UNITS} fit into an int32: lower --units"
+        )
+    if setup.patience > LARGEST_PATIENCE:
+        raise ValueError(
+            f"patience is {setup.patience}; it must be at most {LARGEST_PATIENCE} arrivals: lower "
+            "--patience"
+        )
+    if setup.steps >= HELD_OUT - 1:
+        raise ValueError(
+            f"steps is {setup.steps}; it must be below {HELD_OUT - 1}, the numbers from which on "
+            "episodes are held out: lower --steps"
+        )
+    seconds = setup.requests / setup.rate
+    if seconds > LONGEST:
+        raise ValueError(
+            f"{setup.requests} requests at {setup.rate:g} a second arrive within {seconds:.0f} "
+            f"seconds; at most {LONGEST:.0f} fit: raise --rate or lower --requests"
+        )
     largest = -(-1600 // setup.block_size)
     if setup.num_blocks < largest:
         raise ValueError(
@@ -224,7 +248,7 @@ class Comparison(NamedTuple):
 
     means: mean return by policy.
     over_fcfs, over_shortest: how much more the policy returns.
-    gap: which share of the oracle's advantage over "fcfs" it has.
+    gap: which share of the oracle's advantage over "fcfs" it has; NaN if the oracle has none.
     """
 
     means: dict[str, float]
@@ -236,11 +260,12 @@ class Comparison(NamedTuple):
 def compared(results: dict[str, np.ndarray]) -> Comparison:
     """What the returns of held-out episodes say."""
     means = {name: float(np.mean(values)) for name, values in results.items()}
+    advantage = means["oracle"] - means["fcfs"]
     return Comparison(
         means,
         difference(results["learned"], results["fcfs"]),
         difference(results["learned"], results["shortest"]),
-        (means["learned"] - means["fcfs"]) / (means["oracle"] - means["fcfs"]),
+        (means["learned"] - means["fcfs"]) / advantage if advantage else math.nan,
     )
 
 
@@ -260,7 +285,8 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     steps.
 
     Raises:
-        ValueError: `out` belongs to another run, or is no run's folder; or an option is wrong.
+        ValueError: `out` belongs to another run, or is no run's folder; an option is wrong; or the
+            reward is no finite number.
     """
     trainer = make_trainer(setup)
     begin(out, dataclasses.asdict(setup))
@@ -280,6 +306,12 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
                 sums.append(loss)
             step = end
             mean = float(np.mean(jax.device_get(sums)))
+            if not math.isfinite(mean):
+                raise ValueError(
+                    f"the loss is {mean} before step {end}: the reward {setup.reward!r} is no "
+                    "finite number, or an episode takes more than 35 minutes; mend the reward, or "
+                    "lower --requests"
+                )
             comparison = compared(trainer.held_out(state.params))
             held_out = -comparison.means["learned"]
             losses = [*losses, {"step": step, "train": mean, "held_out": held_out}]
@@ -298,6 +330,7 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
 def simulated_row(trainer: Trainer, setup: Setup, policy: str) -> str:
     """Mean latencies of the first held-out episodes in the simulator."""
     requests = trainer.drawn(setup.simulated)
+    count = len(requests)
     roofline = Roofline(SHAPES[setup.model], CHIPS[setup.chip])
     seconds: dict[str, list[float]] = {}
     for name in (policy, "fcfs", "shortest"):
@@ -313,7 +346,7 @@ def simulated_row(trainer: Trainer, setup: Setup, policy: str) -> str:
         for name in ("fcfs", "shortest")
     ]
     return (
-        f"mean latency in the simulator, {setup.simulated} episodes: learned "
+        f"mean latency in the simulator, {count} episodes: learned "
         f"{means[policy]:.4f} s, fcfs {means['fcfs']:.4f} ({_interval(over[0])}), shortest "
         f"{means['shortest']:.4f} ({_interval(over[1])})"
     )
@@ -327,8 +360,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = run_parser(__doc__, every=20)
     add_setup(parser, Setup)
     args = parser.parse_args(argv)
-    least = {name: 1 for name in ("steps", "every", "requests", "units", "pairs", "worlds")}
-    check_least(parser, args, **least, held_out=2, patience=0, simulated=0)
+    least = {name: 1 for name in ("steps", "every", "units", "pairs", "worlds")}
+    sizes = {
+        name: 1 for name in ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
+    }
+    check_least(parser, args, **least, **sizes, requests=3, held_out=2, patience=0, simulated=0)
+    if args.simulated == 1:
+        parser.error("--simulated is 1; one episode has no interval: give 0, or at least 2")
     check_positive(parser, args, "rate", "sigma", "learning_rate")
     check_seed(parser, args.seed)
     return exit_status(lambda: train(args.out, setup_of(args, Setup), args.every))

@@ -25,6 +25,8 @@ FRACTION = 4  # bits of a number behind the point: of features, hidden values an
 WEIGHT_FRACTION = 6  # the same of weights
 LARGEST_WEIGHT = 2**11 - 1  # of either sign
 LARGEST_HIDDEN = 2**12 - 1
+MOST_UNITS = 256  # sums over units are int32 in a compiled program
+LARGEST_PATIENCE = 2**20
 
 FEATURES = ("prompt", "output", "max output", "predicted", "predicted left", "priority")
 
@@ -85,7 +87,7 @@ def policy(name: str, network: Network) -> Policy:
 
     Raises:
         ValueError: the network has not one row of weights for each unit and one weight for each
-            feature, or a weight that is too large.
+            feature, or too many units, or a weight, bias or patience that is too large.
     """
     _check(name, network)
 
@@ -109,6 +111,19 @@ def _check(name: str, network: Network) -> None:
             f"the network of {name!r} has {units} units, {len(network.bias)} biases and rows of "
             f"{rows} weights; it needs a bias and {len(FEATURES)} weights for each unit "
             f"({', '.join(FEATURES)})"
+        )
+    if units > MOST_UNITS:
+        raise ValueError(f"the network of {name!r} has {units} units; at most {MOST_UNITS} fit")
+    if not 0 <= network.patience <= LARGEST_PATIENCE:
+        raise ValueError(
+            f"the network of {name!r} has the patience {network.patience}; it must be from 0 to "
+            f"{LARGEST_PATIENCE} arrivals"
+        )
+    largest_bias = max(map(abs, (*network.bias, network.output_bias)))
+    if largest_bias > LARGEST_WEIGHT << FRACTION:
+        raise ValueError(
+            f"the network of {name!r} has the bias {largest_bias}; the largest is "
+            f"{LARGEST_WEIGHT << FRACTION}: scale its output down"
         )
     weights = [*network.output, *[weight for row in network.hidden for weight in row]]
     largest = max(map(abs, weights), default=0)
