@@ -64,11 +64,11 @@ def metrics() -> list[Metric]:
 
 def endpoints_page() -> list[str]:
     from pagedjax.server.app import Options
-    from pagedjax.server.middleware import OPEN
+    from pagedjax.server.middleware import OPEN_PATHS
 
     document = openapi()
     lines = [*title("Endpoints"), *to_rst(ENDPOINTS)]
-    lines += [*to_rst(f"These need no key: {', '.join(f'`{path}`' for path in OPEN)}."), ""]
+    lines += [*to_rst(f"These need no key: {', '.join(f'`{path}`' for path in OPEN_PATHS)}."), ""]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             lines += [*title(f"`{method.upper()} {path}`", "-"), *_operation(operation, document)]

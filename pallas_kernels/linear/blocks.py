@@ -35,6 +35,7 @@ class Blocks(NamedTuple):
 
     @property
     def scale_bytes(self) -> int:
+        """Bytes of a scale, or of an offset."""
         return 2 if self.scale == "float16" else 4
 
     @property
@@ -44,6 +45,7 @@ class Blocks(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Bytes of a block."""
         return self.scale_bytes * (1 + self.offset) + self.number_bytes
 
     @property

@@ -26,7 +26,9 @@ def test_products_of_every_dtype_and_experts_are_measured(tmp_path):
     products.main(["--tokens", "3", "--experts", "2", "--repeats", "1", "--json", str(out)])
     report = json.loads(out.read_text())
     assert [(row["dtype"], row["tokens"], row["impl"]) for row in report["layers"]] == [
-        (dtype, 3, impl) for dtype in ("float32", "bfloat16", "int8") for impl in ("cpu", "xla")
+        (dtype, 3, impl)
+        for dtype in ("float32", "bfloat16", "int8", "q4_1")
+        for impl in ("cpu", "xla")
     ]
     assert all(row["ms"] > 0 and row["gflops"] > 0 for row in report["layers"])
     assert report["experts"][0]["tokens"] == 2
