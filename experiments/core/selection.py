@@ -117,14 +117,19 @@ def value_of(key: str, text: str, runs: Sequence[Run], source: str) -> Any:
     values = values_in(runs, key)
     if not values:
         raise ValueError(f"the runs of {source} do not have {key}; leave {key}={text} out")
-    with_text = [value for value in values if value_text(value) == text]
-    if len(with_text) == 1:  # a text of a label, which may be no YAML
-        return with_text[0]
-    parsed_value = load_text(text, f"{key}={text}")
+    # a label may be no YAML; labels of earlier versions have "None" for null
+    labelled = [value for value in values if text in (value_text(value), str(value))]
+    try:
+        parsed_value = load_text(text, f"{key}={text}")
+    except ValueError:
+        if labelled:
+            return labelled[0]
+        raise
     for value in values:
-        # str: labels of earlier versions have "None" for null
-        if _same(value, parsed_value) or str(value) == text:
+        if _same(value, parsed_value):
             return value
+    if labelled:
+        return labelled[0]
     nearest = nearest_value(parsed_value, values)
     raise ValueError(
         f"{key}={text} selects no run of {source}; {key} has {value_list(values)} (the nearest: "
@@ -144,11 +149,9 @@ def value_in(run: Run, key: str) -> Any:
 
 def values_in(runs: Iterable[Run], key: str) -> list[Any]:
     """The values that a key has, each once, in the order of the runs."""
-    by_text = {
-        value_text(value_in(run, key)): value_in(run, key)
-        for run in runs
-        if key == REPEAT or key in run["swept"]
-    }
+    values = [value_in(run, key) for run in runs if key == REPEAT or key in run["swept"]]
+    # null and the text "null" are written in the same way, and so are 4 and "4"
+    by_text = {(isinstance(value, str), value_text(value)): value for value in values}
     return list(by_text.values())
 
 

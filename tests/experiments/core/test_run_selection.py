@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from experiments.core import config, selection
@@ -124,6 +124,8 @@ VALUES = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=5))
+@example([None, "null", "'null'"])
+@example([4, "4", "'4'"])
 def test_every_value_is_chosen_by_its_text(values: list[Any]):
     runs = runs_of(*({"key": value} for value in values))
     for value in values:
