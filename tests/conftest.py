@@ -203,9 +203,9 @@ def tiny_tools(tiny_long):
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def smollm2():
-    """The embedded model in float32."""
+    """The embedded model in float32: 0.5 GB, which few modules need."""
     from pagedjax import load_model
 
     return load_model("smollm2-135m", dtype="float32")

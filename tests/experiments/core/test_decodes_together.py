@@ -100,7 +100,11 @@ def compare(changes: dict[str, Any]) -> StepCounts:
 def test_steps_of_models_with_windows_and_states_are_made_one_by_one():
     """What a row sees stops growing, and blocks are given back."""
     for model in ("gpt-oss-20b", "granite-4-h-micro"):
-        options: dict[str, Any] = {"simulate": {"chip": "h200", "model": model}, "model": model}
+        options: dict[str, Any] = {
+            "simulate": {"chip": "h200", "model": model},
+            "model": model,
+            "workload": {"count": 5},
+        }
         assert compare(options).together == 0
 
 
