@@ -67,13 +67,21 @@ def test_what_takes_no_sinks_is_refused_with_what_does(model):
         small_llm(model, attention_impl=own)
 
 
-def test_kv_policies_of_a_model_without_windows(tmp_path):
-    """`streaming` keeps more than the prompt has, so it changes nothing."""
+@pytest.fixture
+def without_windows(tmp_path):
     full = GPT_OSS | {"layer_types": ["full_attention"] * 2}
-    model = load_model(write_family(tmp_path / "model", full))
+    return load_model(write_family(tmp_path / "model", full))
+
+
+@pytest.mark.slow
+def test_a_kv_policy_that_keeps_more_than_the_prompt_has_changes_nothing(without_windows):
     policy = {"name": "streaming", "sinks": 4, "window": 120}
-    expected = answers(small_llm(model, **SMALL), PROMPTS[:1], GREEDY)
-    results = answers(small_llm(model, **SMALL, kv_policy=policy), PROMPTS[:1], GREEDY)
+    expected = answers(small_llm(without_windows, **SMALL), PROMPTS[:1], GREEDY)
+    results = answers(small_llm(without_windows, **SMALL, kv_policy=policy), PROMPTS[:1], GREEDY)
     assert results[0].token_ids == expected[0].token_ids
+
+
+def test_quest_takes_no_sinks(without_windows):
+    quest = {"name": "quest", "tokens": 64, "dense_layers": 1}
     with refused("kv_policy 'quest' calls attention for one key head at a time, .* 'streaming'"):
-        small_llm(model, kv_policy={"name": "quest", "tokens": 64, "dense_layers": 1}, **SMALL)
+        small_llm(without_windows, kv_policy=quest, **SMALL)

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+from pagedjax.engine.processes import group as group_module
 from pagedjax.engine.processes.connection import Connection
 from pagedjax.engine.processes.group import Follower, Leader
 
@@ -60,10 +62,14 @@ class Connected:
 
 
 @contextmanager
-def connected(followers: int = 1, timeout: float = 30.0) -> Iterator[Connected]:
+def connected(
+    followers: int = 1, timeout: float = 30.0, cause_seconds: float = 0.1
+) -> Iterator[Connected]:
+    """cause_seconds: how long an error waits for the news of a process that caused it."""
     connected_group = Connected(followers, timeout)
     try:
-        yield connected_group
+        with patch.object(group_module, "CAUSE_SECONDS", cause_seconds):
+            yield connected_group
     finally:
         for group in (connected_group.leader, *connected_group.followers):
             group._closing = True

@@ -99,10 +99,9 @@ def test_nobody_ends_who_waits():
         assert pair.exits == []
 
 
-def test_an_error_is_not_blamed_if_another_process_caused_it(monkeypatch):
+def test_an_error_is_not_blamed_if_another_process_caused_it():
     """A device's error comes first, and then the news that a process has ended."""
-    monkeypatch.setattr(group, "CAUSE_SECONDS", 0.5)
-    with connected(2) as pair:
+    with connected(2, cause_seconds=1.0) as pair:
         pair.start(
             _swallow,
             pair.followers[0].report,

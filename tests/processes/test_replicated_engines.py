@@ -24,7 +24,6 @@ from pagedjax import BeamSearchParams, EngineConfig, PoolingParams, SamplingPara
 from pagedjax.device.row_features.truncation import MIN_P
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.processes import engines
-from pagedjax.engine.processes import group as group_module
 from pagedjax.engine.processes.connection import Message
 from pagedjax.engine.processes.engines import (
     FollowerEngine,
@@ -293,7 +292,6 @@ def test_an_exception_in_a_step_of_the_leader_ends_both(pair, monkeypatch, error
     """It cannot be rolled back: others may have computed the step. Ctrl-C is deferred, unless it is
     pressed twice.
     """
-    monkeypatch.setattr(group_module, "CAUSE_SECONDS", 0.1)
     pair.begin()
     pair.leader.step()
 

@@ -202,6 +202,7 @@ def test_a_read_that_ends_after_orbax_closed_its_loop_prints_nothing(monkeypatch
     assert heard == ["Event loop is closed", "heard", "heard"]
 
 
+@pytest.mark.default_cases("0.5-manifest.ocdbt", "None-_METADATA")
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
 @pytest.mark.parametrize("share", [0.5, None])
 def test_damaged_metadata_is_named(tmp_path, folder, name, share):
