@@ -125,6 +125,7 @@ DEEPSEEK_DEFAULTS = LLAMA_DEFAULTS | {
     "v_head_dim": 128,
     "n_group": None,
     "topk_group": None,
+    "rope_interleave": True,
 }
 DEEPSEEK_V2_DEFAULTS = DEEPSEEK_DEFAULTS | {
     "first_k_dense_replace": 0,
@@ -145,7 +146,6 @@ DEEPSEEK_V3_DEFAULTS = DEEPSEEK_DEFAULTS | {
     "topk_group": 4,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
-    "rope_interleave": True,
 }
 QUERY_RANK = ("q_lora_rank",)  # null: queries are made of the layer's input
 MORE_LAYERS = ("model.layers.{layers}.*",)  # a layer that predicts several tokens

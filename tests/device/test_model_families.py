@@ -835,6 +835,7 @@ def test_a_gemma_names_the_stretched_context_itself():
         ("Qwen3.5", {"attention_bias": True}, "attention_bias is true; Qwen3.5 here has no bias"),
         ("DeepSeek V3", {"attention_bias": True}, "attention_bias is true; deepseek_v3 here has"),
         ("DeepSeek V3", {"rope_interleave": False}, "rope_interleave is false; deepseek_v3 here"),
+        ("DeepSeek V2", {"rope_interleave": False}, "rope_interleave is false; deepseek_v2 here"),
         ("DeepSeek V3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be an integer of at"),
         ("DeepSeek V3", {"q_lora_rank": 0}, "q_lora_rank is 0; .* of at least 1, or null"),
         ("DeepSeek V3", {"qk_rope_head_dim": 7}, "7 of the 7 numbers of a head are rotated"),

@@ -244,6 +244,13 @@ def test_a_key_that_changes_the_result_and_is_not_read_is_refused_with_its_famil
         normalised(config | {key: neutral}, "here")
 
 
+def test_deepseeks_files_may_say_that_they_rotate_neighbours():
+    for model_type in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
+        config = BODY | {"model_type": model_type, "rope_interleave": True}
+        config["num_experts_per_tok"] = 2
+        assert FAMILIES[model_type].from_hf(normalised(config, "here")).latent is not None
+
+
 def test_a_family_of_ones_own_says_that_it_rotates_a_part_of_a_head():
     config = BODY | {"model_type": "own", "partial_rotary_factor": 0.5, "residual_multiplier": 0.3}
     reads_nothing = FAMILIES["llama"]._replace(model_type="own")
