@@ -340,12 +340,6 @@ def shape_of(
     from pagedjax.weights.architectures import normalised
     from pagedjax.weights.families import built_in, config_of  # imports jax, but starts no backend
 
-    counted = model_configs.counted(config) if family is None else None
-    if counted is not None:
-        sizes = {**counted.sizes, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
-        if counted.others is None:
-            return Shape(**sizes)
-        return shape_of(counted.others)._replace(**sizes)
     values = normalised(config, "the model's config.json", family)
     decoder = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
     return shape_of_decoder(decoder)._replace(weight_bytes=weight_bytes, kv_bytes=kv_bytes)

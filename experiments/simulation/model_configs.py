@@ -1,15 +1,14 @@
-"""Public configs of models whose layers are not all alike, by name, and the shapes of families
-whose costs are counted from a few fields.
+"""Public configs of models whose layers are not all alike, by name.
 
 `CONFIGS` has the fields of each model's config.json (huggingface.co/<repository>) that decide its
-costs. The engine's families read them; Qwen3-Next is counted here (`counted`). Biases, norms, sinks
-of attention and layers that predict several tokens are not counted.
+costs. The engine's families read them. Biases, norms, sinks of attention and layers that predict
+several tokens are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 Config = Mapping[str, Any]
 
@@ -172,47 +171,3 @@ CONFIGS: Mapping[str, Config] = {
         "sliding_window_pattern": 6,
     },
 }
-
-
-class Counted(NamedTuple):
-    """What a config.json says of a model's shape.
-
-    sizes: fields of `cost.Shape`.
-    others: a config of a family of the engine, which has the other fields; None: `sizes` has all.
-    """
-
-    sizes: Mapping[str, Any]
-    others: Config | None = None
-
-
-def counted(config: Config) -> Counted | None:
-    """The sizes in a config.json of a family that is counted here; None for another family.
-
-    Raises:
-        ValueError: a field is missing.
-    """
-    model_type = str(config.get("model_type"))
-    reader = READERS.get(model_type)
-    if reader is None:
-        return None
-    try:
-        return reader(config)
-    except KeyError as error:
-        raise ValueError(
-            f"the config.json of a {model_type} has no {error}, which decides its costs; add it"
-        ) from error
-
-
-def _qwen3_next(config: Config) -> Counted:
-    """The layers of Qwen3.5, and experts beside a shared MLP."""
-    sizes = {
-        "sparse": config["num_hidden_layers"],
-        "experts": config["num_experts"],
-        "chosen": config["num_experts_per_tok"],
-        "expert": config["moe_intermediate_size"],
-        "shared": config["shared_expert_intermediate_size"],
-    }
-    return Counted(sizes, {**config, "model_type": "qwen3_5_text"})
-
-
-READERS: Mapping[str, Callable[[Config], Counted | None]] = {"qwen3_next": _qwen3_next}
