@@ -49,7 +49,7 @@ def cache_plan(config: EngineConfig, shape: Shape) -> CachePlan:
         ValueError: an option that the model's layers cannot have.
     """
     assert config.max_model_len is not None, "resolve the configuration first"
-    if all(kind.latent is not None for kind in shape.kinds):  # or there are none
+    if not shape.kinds:
         return CachePlan(
             views=kv_policies.views(config, table_width(config, config.max_model_len)),
             block_bytes=config.block_size * shape.token_bytes,

@@ -49,7 +49,7 @@ from experiments.simulation.layer_kinds import (
     seen,
 )
 from pagedjax.host.kv_policies import ALL, View
-from pagedjax.host.types import Plan, SchedulerConfig
+from pagedjax.host.types import Plan, SchedulerConfig, pick
 from pagedjax.options.config import MeshConfig, check_above_zero, from_dict, one_of
 from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import own_function
@@ -57,6 +57,7 @@ from pagedjax.options.own_values import own_function
 if TYPE_CHECKING:
     from experiments.simulation.cache_plan import CachePlan
     from pagedjax.device.models.decoder import DecoderConfig
+    from pagedjax.device.models.latent import Latent
     from pagedjax.weights.architectures import Family
 
 STEPS = "steps.jsonl"  # a file of a run folder
@@ -87,6 +88,10 @@ class Work(NamedTuple):
     # through each window of the model's layers (`Shape.windows`); () in models without windows
     seen: tuple[Seen, ...] = ()
     entered: int = 0  # blocks that get their first token; 0 in models whose layers keep no states
+    # of rows that make keys and values of latents: their pairs, and the tokens that they see and do
+    # not compute; 0 in other models
+    expanded_pairs: int = 0
+    expanded_context: int = 0
 
 
 def work_of(
@@ -103,13 +108,15 @@ def work_of(
         cached: False is an engine without a KV cache, which computes every token again.
         config: the scheduler's configuration, which decides what queries see; None: queries see
             everything.
-        shape: of a model whose layers are not all alike, whose windows and states count, too. It
-            needs `config`.
+        shape: of a model whose layers are not all alike, whose windows, states and latents count,
+            too. It needs `config`.
     """
     if shape is not None and shape.kinds:
         assert config is not None, "windows and states are those of a configuration"
         work = work_of(plan, padded, cached=cached, config=config)
-        return _with_kinds(work, plan, config, shape, cached=cached)
+        work = _with_kinds(work, plan, config, shape, cached=cached)
+        fewest = shape.latent.expands_from if shape.latent else None
+        return work if fewest is None else _with_expanded(work, plan, config, fewest, cached=cached)
     moved = len(plan.swap_out) + len(plan.swap_in)
     if config is not None and config.views and config.views[0] != ALL:
         return _work_with_view(plan, padded, moved, config.views[0], config.block_size)
@@ -157,6 +164,30 @@ def _with_kinds(
             ]
         ),
         entered=entered_blocks(starts, counts, config.block_size) if shape.keeps_states else 0,
+    )
+
+
+def _with_expanded(
+    work: Work, plan: Plan, config: SchedulerConfig, fewest: int, *, cached: bool
+) -> Work:
+    """The work, with what rows of at least `fewest` tokens see, which make keys and values."""
+    counts = plan.counts
+    if not cached:
+        counts = tuple([start + count for start, count in zip(plan.starts, counts, strict=True)])
+    rows = [i for i, count in enumerate(counts) if count >= fewest]
+    if not rows:
+        return work
+    part = plan._replace(
+        seqs=pick(plan.seqs, rows),
+        starts=pick(plan.starts, rows),
+        counts=pick(plan.counts, rows),
+        lengths=pick(plan.lengths, rows),
+        drafts=pick(plan.drafts, rows) if plan.drafts else (),
+    )
+    seen = work_of(part, part.num_tokens, cached=cached, config=config)
+    computed = sum(pick(counts, rows))
+    return work._replace(
+        expanded_pairs=seen.pairs, expanded_context=max(seen.context - computed, 0)
     )
 
 
@@ -223,6 +254,11 @@ class Shape(NamedTuple):
     def windows(self) -> tuple[int, ...]:
         """The windows of its layers, each once, ascending."""
         return tuple(sorted({kind.window for kind in self.kinds if kind.window}))
+
+    @property
+    def latent(self) -> Latent | None:
+        """The latents of its layers, which all layers have or none."""
+        return self.kinds[0].latent if self.kinds else None
 
     @property
     def keeps_states(self) -> bool:
@@ -304,28 +340,15 @@ def shape_of(
     from pagedjax.weights.architectures import normalised
     from pagedjax.weights.families import built_in, config_of  # imports jax, but starts no backend
 
-    counted = model_configs.counted(config) if family is None else None
-    if counted is not None:
-        sizes = {**counted.sizes, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
-        if counted.others is None:
-            return Shape(**sizes)
-        return shape_of(counted.others)._replace(**sizes)
     values = normalised(config, "the model's config.json", family)
     decoder = config_of(family or built_in(values["model_type"]), values, "the model's config.json")
     return shape_of_decoder(decoder)._replace(weight_bytes=weight_bytes, kv_bytes=kv_bytes)
 
 
 def shape_of_decoder(decoder: DecoderConfig) -> Shape:
-    """The shape of a decoder of the engine.
-
-    Raises:
-        ValueError: it keeps latents, and its family is not among `model_configs.READERS`.
+    """The shape of a decoder of the engine. One with latents has one key head, whose size is that
+    of a row.
     """
-    if decoder.latent:
-        raise ValueError(
-            f"the model keeps latents (rows of {decoder.latent.row} numbers), which simulations "
-            "count for DeepSeek and Kimi alone; simulate one of these"
-        )
     shape = Shape(
         layers=decoder.layers,
         hidden=decoder.hidden,
@@ -364,8 +387,13 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
     the tokens.
 
     Raises:
-        ValueError: the model cannot be split over the mesh.
+        ValueError: the model cannot be split over the mesh, or keeps latents.
     """
+    if shape.latent:
+        raise ValueError(
+            "the model has latent attention, whose parts on several devices are not simulated yet; "
+            "use simulate.chips, which share the model without a cost"
+        )
     from pagedjax.device.models import split  # imports jax, but starts no backend
 
     model = decoder_of(shape)

@@ -5,8 +5,12 @@ that, and its operations. The products with weights are those of cost.py.
 |---|---|---|
 | attention | keys and values | those of all tokens |
 | attention with a window | the same, of the last W tokens | those of the last W tokens |
-| latent attention | one latent for all heads | the latents of all tokens |
+| latent attention | one row for all heads | the rows of all tokens |
 | a mixer | what it declares (device/models/mixers) | what it declares |
+
+A row of latent attention with few tokens multiplies its queries with the kept rows ("absorbed"). One
+with at least `Latent.expands_from` tokens makes keys and values of all tokens that it sees
+(docs/design/latent-layers.md).
 
 Sinks and gates of attention keep nothing, and their operations are not counted. Experts and MLPs
 keep nothing: their weights are in `Shape`.
@@ -14,7 +18,6 @@ keep nothing: their weights are in `Shape`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,44 +26,8 @@ import numpy as np
 if TYPE_CHECKING:
     from experiments.simulation.cost import Shape, Work
     from pagedjax.device.models.decoder import DecoderConfig
+    from pagedjax.device.models.latent import Latent
     from pagedjax.device.models.mixers.mixer import Mixer
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token has one latent, from
-    which the keys and values of all heads follow, and one rotated key.
-
-    A decode multiplies its queries with the latents themselves ("absorbed"). A longer row makes
-    keys and values of all tokens that it sees.
-
-    rank: numbers of the latent. rotated: numbers of the rotated key.
-    key, value: numbers of a head's key without its rotated part, and of its value.
-    query_rank: numbers of the latent that queries are made of; 0: there is none.
-    """
-
-    rank: int
-    rotated: int
-    key: int
-    value: int
-    query_rank: int = 0
-
-    @property
-    def kept(self) -> int:
-        """Numbers that a token keeps."""
-        return self.rank + self.rotated
-
-    def expansion(self, heads: int) -> int:
-        """Numbers of the matrices that make keys and values of a latent."""
-        return self.rank * heads * (self.key + self.value)
-
-    def numbers(self, hidden: int, heads: int) -> int:
-        """Numbers of all matrices."""
-        of_queries = heads * (self.key + self.rotated)
-        queries = hidden * of_queries
-        if self.query_rank:
-            queries = self.query_rank * (hidden + of_queries)
-        return queries + hidden * self.kept + self.expansion(heads) + heads * self.value * hidden
 
 
 class Kind(NamedTuple):
@@ -69,7 +36,7 @@ class Kind(NamedTuple):
     layers: their numbers in the model, ascending.
     window: their queries see the last `window` tokens; None: all.
     mixer: what they have in the place of attention.
-    latent: their attention is one of latents.
+    latent: their attention is one of latents, and these are its sizes.
     """
 
     layers: tuple[int, ...]
@@ -83,10 +50,13 @@ def kinds_of(decoder: DecoderConfig) -> tuple[Kind, ...]:
     layers: dict[Any, list[int]] = {}
     for number, kind in enumerate(decoder.kinds):
         layers.setdefault((kind.window, kind.mixer), []).append(number)
-    if list(layers) == [(None, None)]:
+    if list(layers) == [(None, None)] and decoder.latent is None:
         return ()
     return tuple(
-        [Kind(tuple(numbers), window, mixer) for (window, mixer), numbers in layers.items()]
+        [
+            Kind(tuple(numbers), window, mixer, decoder.latent)
+            for (window, mixer), numbers in layers.items()
+        ]
     )
 
 
@@ -131,8 +101,8 @@ class LayerCost(NamedTuple):
     window: as in `Kind`.
     token_bytes: of each token that a row sees, read by the row; a layer keeps as much of it.
     pair_operations: of each pair of a query and a token that it sees.
-    long_pair_operations: the same in rows of several tokens.
-    expansion: operations of each token that a row of several tokens sees and does not compute.
+    long_pair_operations: the same in rows that are expanded.
+    expansion: operations of each token that an expanded row sees and does not compute.
     row_bytes: read by each row, however long its sequence is.
     entry_bytes: written when a sequence enters a block.
     token_operations: of each token.
@@ -156,15 +126,11 @@ class LayerCost(NamedTuple):
 
     def operations(self, work: Work, seen: Seen | None) -> Any:
         """Operations of a step in all layers of the kind."""
-        if seen is not None:
-            of_pairs: Any = self.pair_operations * seen.pairs
-        elif self.long_pair_operations == self.pair_operations:
-            of_pairs = self.pair_operations * work.pairs
-        else:
-            of_pairs = self.pair_operations * work.single_context
-            of_pairs += self.long_pair_operations * (work.pairs - work.single_context)
-            others = work.context - work.single_context - (work.tokens - work.single)
-            of_pairs += self.expansion * np.maximum(others, 0)
+        pairs = work.pairs if seen is None else seen.pairs
+        of_pairs: Any = self.pair_operations * pairs
+        if self.expansion and seen is None:
+            saved = self.pair_operations - self.long_pair_operations
+            of_pairs += self.expansion * work.expanded_context - saved * work.expanded_pairs
         return self.layers * (of_pairs + self.token_operations * work.tokens)
 
 
@@ -191,18 +157,17 @@ def _cost(shape: Shape, kind: Kind, block_size: int, activation_bytes: float) ->
         latent = kind.latent
         return LayerCost(
             len(kind.layers),
-            token_bytes=shape.kv_bytes * latent.kept,
-            pair_operations=2 * shape.heads * (latent.kept + latent.rank),
-            long_pair_operations=2 * shape.heads * (latent.key + latent.rotated + latent.value),
-            expansion=2 * latent.expansion(shape.heads),
+            window=kind.window,
+            token_bytes=shape.kv_bytes * latent.row,
+            pair_operations=2 * shape.heads * (latent.row + latent.rank),
+            long_pair_operations=2 * shape.heads * (latent.query + latent.value),
+            expansion=2 * latent.rank * shape.heads * latent.up,
         )
-    pair_operations = 4 * shape.heads * shape.head_dim
     return LayerCost(
         len(kind.layers),
         window=kind.window,
         token_bytes=shape.kv_bytes * 2 * shape.kv_heads * shape.head_dim,
-        pair_operations=pair_operations,
-        long_pair_operations=pair_operations,
+        pair_operations=4 * shape.heads * shape.head_dim,
     )
 
 
@@ -223,10 +188,20 @@ def mixing_numbers(shape: Shape) -> int:
         if kind.mixer is not None:
             total += len(kind.layers) * _mixer_numbers(kind.mixer, decoder_of(shape))
         elif kind.latent is not None:
-            total += len(kind.layers) * kind.latent.numbers(shape.hidden, shape.heads)
+            total += len(kind.layers) * latent_numbers(kind.latent, shape.hidden, shape.heads)
         else:
             total += len(kind.layers) * attention
     return total
+
+
+def latent_numbers(latent: Latent, hidden: int, heads: int) -> int:
+    """Numbers in the matrices of a layer with latents."""
+    queries = heads * latent.query
+    rank = latent.query_rank
+    of_queries = hidden * queries if rank is None else rank * (hidden + queries)
+    return (
+        of_queries + hidden * latent.row + heads * (latent.rank * latent.up + latent.value * hidden)
+    )
 
 
 def _mixer_numbers(mixer: Mixer, decoder: DecoderConfig) -> int:
@@ -240,21 +215,12 @@ def _mixer_numbers(mixer: Mixer, decoder: DecoderConfig) -> int:
 
 
 def decoder_of(shape: Shape) -> DecoderConfig:
-    """The decoder of a shape, as far as a shape says it. Its layers with experts come first.
-
-    Raises:
-        ValueError: the shape has latent attention, which the engine's decoder does not have yet.
-    """
+    """The decoder of a shape, as far as a shape says it. Its layers with experts come first."""
     from pagedjax.device.models.decoder import DecoderConfig, LayerKind
     from pagedjax.device.models.mlp import Experts
 
     places: list[Kind | None] = [None] * shape.layers
     for kind in shape.kinds:
-        if kind.latent is not None:
-            raise ValueError(
-                "the model has latent attention, whose parts on several devices are not simulated "
-                "yet; use simulate.chips, which share the model without a cost"
-            )
         for number in kind.layers:
             places[number] = kind
     kinds = [
@@ -282,6 +248,7 @@ def decoder_of(shape: Shape) -> DecoderConfig:
         eps=0.0,
         kinds=tuple(kinds),
         ropes=(),
+        latent=shape.latent,
         gated=shape.gated,
         attn_gate=shape.gated_attention,
         experts=experts,

@@ -1,18 +1,14 @@
-"""Public configs of models whose layers are not all alike, by name, and the shapes of families
-whose costs are counted from a few fields.
+"""Public configs of models whose layers are not all alike, by name.
 
 `CONFIGS` has the fields of each model's config.json (huggingface.co/<repository>) that decide its
-costs. Experts beside a shared MLP, latent attention and GPT-OSS are counted here (`counted`); other
-models are read by the engine's family. Biases, norms, sinks of attention and
-layers that predict several tokens are not counted.
+costs. The engine's families read them. Biases, norms, sinks of attention and layers that predict
+several tokens are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
-from experiments.simulation.layer_kinds import Kind, Latent
+from collections.abc import Mapping
+from typing import Any
 
 Config = Mapping[str, Any]
 
@@ -122,6 +118,8 @@ CONFIGS: Mapping[str, Config] = {
         "num_attention_heads": 64,
         "max_position_embeddings": 131072,
         "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
         "first_k_dense_replace": 1,
     },
     "glm-4.5": GLM_4_5,
@@ -172,137 +170,4 @@ CONFIGS: Mapping[str, Config] = {
         "sliding_window": 512,
         "sliding_window_pattern": 6,
     },
-}
-
-
-class Counted(NamedTuple):
-    """What a config.json says of a model's shape.
-
-    sizes: fields of `cost.Shape`.
-    others: a config of a family of the engine, which has the other fields; None: `sizes` has all.
-    """
-
-    sizes: Mapping[str, Any]
-    others: Config | None = None
-
-
-def counted(config: Config) -> Counted | None:
-    """The sizes in a config.json of a family that is counted here; None for another family.
-
-    Raises:
-        ValueError: a field is missing.
-    """
-    model_type = str(config.get("model_type"))
-    reader = READERS.get(model_type)
-    if reader is None:
-        return None
-    try:
-        return reader(config)
-    except KeyError as error:
-        raise ValueError(
-            f"the config.json of a {model_type} has no {error}, which decides its costs; add it"
-        ) from error
-
-
-def _usual(config: Config) -> dict[str, Any]:
-    """Sizes by the usual fields."""
-    heads = config["num_attention_heads"]
-    return {
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "intermediate": config["intermediate_size"],
-        "vocabulary": config["vocab_size"],
-        "longest": config["max_position_embeddings"],
-        "tied": config.get("tie_word_embeddings", False),
-    }
-
-
-def _gpt_oss(config: Config) -> Counted:
-    """Windows in some layers, and experts in all."""
-    layers = config["num_hidden_layers"]
-    types = config.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
-    ]
-    windowed = [i for i in range(layers) if types[i] == "sliding_attention"]
-    full = [i for i in range(layers) if types[i] != "sliding_attention"]
-    sizes = {
-        "sparse": layers,
-        "experts": config["num_local_experts"],
-        "chosen": config["num_experts_per_tok"],
-        "expert": config["intermediate_size"],
-        "kinds": (Kind(tuple(windowed), window=config["sliding_window"]), Kind(tuple(full))),
-    }
-    return Counted(_usual(config) | sizes)
-
-
-def _mixture(config: Config) -> dict[str, Any]:
-    """Experts beside a shared MLP, behind some first layers with one MLP."""
-    expert = config["moe_intermediate_size"]
-    return {
-        "sparse": config["num_hidden_layers"] - config.get("first_k_dense_replace", 0),
-        "experts": config["n_routed_experts"],
-        "chosen": config["num_experts_per_tok"],
-        "expert": expert,
-        "shared": (config.get("n_shared_experts") or 0) * expert,
-    }
-
-
-def _glm4_moe(config: Config) -> Counted:
-    return Counted(_usual(config) | _mixture(config))
-
-
-def _deepseek(config: Config) -> Counted:
-    """Latent attention, and experts beside a shared MLP."""
-    latent = Latent(
-        rank=config["kv_lora_rank"],
-        rotated=config["qk_rope_head_dim"],
-        key=config["qk_nope_head_dim"],
-        value=config["v_head_dim"],
-        query_rank=config.get("q_lora_rank") or 0,
-    )
-    layers = tuple(range(config["num_hidden_layers"]))
-    sizes = {"head_dim": latent.key + latent.rotated, "kinds": (Kind(layers, latent=latent),)}
-    return Counted(_usual(config) | _mixture(config) | sizes)
-
-
-def _qwen3_next(config: Config) -> Counted:
-    """The layers of Qwen3.5, and experts beside a shared MLP."""
-    sizes = {
-        "sparse": config["num_hidden_layers"],
-        "experts": config["num_experts"],
-        "chosen": config["num_experts_per_tok"],
-        "expert": config["moe_intermediate_size"],
-        "shared": config["shared_expert_intermediate_size"],
-    }
-    return Counted(sizes, {**config, "model_type": "qwen3_5_text"})
-
-
-def _granite(config: Config) -> Counted | None:
-    """The layers of a Granite 4 Hybrid without experts, and experts beside its MLP; None without
-    experts, which the engine's family reads.
-    """
-    experts = config["num_local_experts"]
-    if not experts:
-        return None
-    sizes = {
-        "sparse": config["num_hidden_layers"],
-        "experts": experts,
-        "chosen": config["num_experts_per_tok"],
-        "expert": config["intermediate_size"],
-        "shared": config["shared_intermediate_size"],
-    }
-    return Counted(sizes, {**config, "num_local_experts": 0})
-
-
-READERS: Mapping[str, Callable[[Config], Counted | None]] = {
-    "gpt_oss": _gpt_oss,
-    "qwen3_next": _qwen3_next,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
-    "glm4_moe": _glm4_moe,
-    "granitemoehybrid": _granite,
 }

@@ -88,7 +88,8 @@ def of_decoder(model: Model) -> DraftModel:
     different sizes.
 
     Raises:
-        ValueError: it is on a mesh (a drafter has a copy on each device), or keeps latents.
+        ValueError: it is on a mesh (a drafter has a copy on each device), keeps latents, or has
+            layers without attention.
     """
     if model.placement:
         raise ValueError(
@@ -98,6 +99,13 @@ def of_decoder(model: Model) -> DraftModel:
         raise ValueError(
             f"the draft model keeps latents (rows of {model.config.latent.row} numbers), and the "
             "pages of a draft model are keys and values; use one with usual attention, or "
+            "speculative.method='ngram'"
+        )
+    mixers = [type(kind.mixer).__name__ for kind in model.config.kinds if kind.mixer]
+    if mixers:
+        raise ValueError(
+            f"the draft model has layers without attention ({mixers[0]}), and the pages of a draft "
+            "model are keys and values; use one with attention in all layers, or "
             "speculative.method='ngram'"
         )
     return DraftModel(

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from pagedjax.device import adapters, attention, formats, linear, windows
+from pagedjax.device.invariance import check_batch_invariant
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.row_reductions import log_softmax
 
@@ -142,11 +143,13 @@ def _batch_invariant(module: Decoder) -> Decoder:
     module is a trainer's.
 
     Raises:
-        ValueError: there are no such products for its sizes and dtype on this device.
+        ValueError: its layers cannot have it (invariance.py), or there are no such products for its
+            sizes and dtype on this device.
     """
     c = module.config
     dtype = module.dtype
     device = jax.devices()[0]
+    check_batch_invariant(c)
     attention.choose(
         None,
         device,

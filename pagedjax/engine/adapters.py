@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedjax.device import adapters, linear
+from pagedjax.device import adapters, formats, linear
 from pagedjax.device.adapters import Adapter, Factors
 from pagedjax.device.extras import TokenAdapters
 from pagedjax.device.models import Model
@@ -44,7 +44,8 @@ class AdapterTable(NamedTuple):
 
 
 def init(model: Model, config: Resolved) -> AdapterTable | None:
-    """Returns a table without adapters; None without `enable_lora`.
+    """Returns a table without adapters, and starts what their products need; None without
+    `enable_lora`.
 
     Raises:
         ValueError: the model's matrix products cannot add products of low rank.
@@ -58,6 +59,10 @@ def init(model: Model, config: Resolved) -> AdapterTable | None:
         raise ValueError(
             f"enable_lora is True, and linear_impl {model.config.linear!r} adds no products of low "
             f"rank; use one of {low_rank_impls}, or set `low_rank` of your own and add `Epilogue.low`"
+        )
+    for weight_dtype in formats.dtypes_of(model.config.stored, model.dtype):
+        linear.prepare(
+            model.config.linear, dtype=model.dtype, weight_dtype=weight_dtype, low_rank=True
         )
     slots = adapters.Slots(config.max_loras, config.max_lora_rank, model.dtype)
     return AdapterTable(model.config, slots, {}, adapters.blank(model.config, slots))

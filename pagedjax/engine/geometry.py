@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.extras import Selection
+from pagedjax.device.invariance import check_batch_invariant
 from pagedjax.device.layer_groups import LayerGroups, LayerPages, layer_groups
 from pagedjax.device.models import Model, split
 from pagedjax.device.models.decoder import Block, DecoderConfig, LayerKind
@@ -155,6 +156,8 @@ def layers_in_groups(config: EngineConfig, model: Model) -> LayerGroups | None:
 
 def check_layers(config: EngineConfig, model: Model) -> None:
     """Raises ValueError for options that a model with layers of its kinds cannot have."""
+    if config.batch_invariant:
+        check_batch_invariant(model.config)
     _check_mixers(config, model)
     _check_latents(config, model)
 
@@ -164,11 +167,6 @@ def _check_latents(config: EngineConfig, model: Model) -> None:
     if latent is None:
         return
     subject = f"the model keeps latents (rows of {latent.row} numbers)"
-    if config.batch_invariant:
-        raise ValueError(
-            f"{subject}, whose results may depend on a chunk's length, and batch_invariant is "
-            "True; set batch_invariant=False"
-        )
     if isinstance(config.kv_policy, KVPolicyOptions) and kv_policies.find(config.kv_policy).selects:
         raise ValueError(
             f"{subject}, of which no blocks are selected yet, and kv_policy is "
@@ -200,11 +198,6 @@ def _check_mixers(config: EngineConfig, model: Model) -> None:
         raise ValueError(
             f"{subject}, whose numbers stay as they are, and kv_cache_dtype is "
             f"{config.kv_cache_dtype!r}, whose pages would not become smaller; leave it out"
-        )
-    if config.batch_invariant:
-        raise ValueError(
-            f"{subject}, whose bits may depend on the shapes of a step, and batch_invariant is "
-            "True; set batch_invariant=False"
         )
     block = model.config.block
     if block is not None and block.pages is not Block.pages:

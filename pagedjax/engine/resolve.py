@@ -31,8 +31,6 @@ from pagedjax.options.config import (
     check_model_len,
 )
 
-VECTOR = 16  # float32 numbers of the widest vector of a CPU
-
 
 def resolve(
     config: EngineConfig,
@@ -163,37 +161,39 @@ def _attention_impl(
         except ValueError as error:
             policy = getattr(config.kv_policy, "name", None)
             raise ValueError(f"kv_policy {policy!r}: {error}") from None
-    if draft is not None:
-        layers = draft.layers
-        sizes["head_dim"] = layers.head_dim
-        sizes["kv_heads"] = layers.kv_heads
-        sizes["heads"] = layers.heads
+    if draft is None:
+        return impl
+    # the drafter has the plain form of the model's implementation
+    needs: dict[str, Any] = {
+        "dtype": kv_dtype,
+        "query_dtype": draft.dtype,
+        "block_size": config.block_size,
+        "head_dim": draft.layers.head_dim,
+        "kv_heads": draft.layers.kv_heads,
+        "heads": draft.layers.heads,
+        "sinks": draft.layers.sinks,
+    }
+    try:
+        return attention.choose(impl, device, **needs)
+    except ValueError as error:
+        if invariant:
+            raise ValueError(
+                f"batch_invariant is True, and the draft model cannot run beside it: {error}; use "
+                "another draft model, or set batch_invariant=False"
+            ) from None
         if config.attention_impl is None:
-            obstacle = attention.find(impl).obstacle(device, **dtypes, **sizes)
-            impl = "xla" if obstacle else impl
-        try:
-            attention.choose(impl, device, **dtypes, **sizes)
-        except ValueError as error:
-            raise ValueError(f"the draft model: {error}") from None
-    return impl
+            return attention.choose("xla", device, **needs)
+        raise ValueError(f"the draft model: {error}") from None
 
 
 def _check_invariant(config: DecoderConfig) -> None:
-    """Raises ValueError for a model whose products or widths let a token's bits depend on other
-    tokens.
-    """
+    """Raises ValueError for products that let a token's bits depend on other tokens."""
     if not linear.find(config.linear).invariant:
         invariant_impls = [repr(name) for name, impl in linear.IMPLS.items() if impl.invariant]
         raise ValueError(
             f"batch_invariant is True, and the products are of linear_impl {config.linear!r}, "
-            f"whose sums depend on the shapes of a step; those that serve: {', '.join(invariant_impls)}, "
-            "on one CPU without a mesh; or set batch_invariant=False"
-        )
-    if config.hidden % VECTOR:
-        raise ValueError(
-            f"batch_invariant is True, and the hidden size of the model is {config.hidden}: beyond "
-            f"a multiple of {VECTOR} the compiler may round x * y + z in two ways; use another "
-            "model, or set batch_invariant=False"
+            "whose sums depend on the shapes of a step; those that serve: "
+            f"{', '.join(invariant_impls)}, on one CPU without a mesh; or set batch_invariant=False"
         )
 
 

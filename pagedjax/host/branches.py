@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pagedjax.host import blocks
+from pagedjax.host import blocks, prefix_sharing
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, SchedulerConfig, Seq
 
@@ -68,9 +68,14 @@ def fork_events(step: int, forks: Sequence[Seq]) -> list[Event]:
 
 
 def advance(
-    pool: BlockPool, active: Running, choices: Mapping[str, Choice], step: int
+    pool: BlockPool,
+    active: Running,
+    choices: Mapping[str, Choice],
+    step: int,
+    config: SchedulerConfig,
 ) -> tuple[BlockPool, Running, list[Event]]:
-    """Advances the beams of some requests: each continues its parent's blocks with a new token.
+    """Advances the beams of some requests: each continues its parent's blocks with a new token. The
+    text of a beam that nobody continues ends, and may be the best one.
 
     Args:
         choices: by the id of a request's first beam.
@@ -89,6 +94,9 @@ def advance(
         # before the first choice there is one beam
         names = (*(seq.request_id for seq in beams.seqs), *first.request.forks)
         _check_choice(names, first.limit, beams, choice)
+        dropped = [seq for seq in beams.seqs if seq.request_id not in choice.parents]
+        texts = [(seq, beams.computed[0]) for seq in dropped]
+        pool = prefix_sharing.publish_ends(pool, texts, config)
         pool, children = _continue_beams(pool, names, beams, choice)
         old_rows = set(rows)
         other_rows = [i for i in range(len(active.seqs)) if i not in old_rows]

@@ -555,7 +555,7 @@ def commit(
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
     beamed: list[Event] = []
     if choices:
-        pool, active, beamed = branches.advance(pool, active, choices, plan.step)
+        pool, active, beamed = branches.advance(pool, active, choices, plan.step, state.config)
     if state.config.views:
         pool, active = views.drop(state.config, pool, active)
     forked = branches.arrivals(active, forks, choices) if forks or choices else frozenset()

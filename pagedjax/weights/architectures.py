@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from pagedjax.device.models.param_table import ParamSource
 
 
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
 class Architecture(NamedTuple):
     """Facts about the config.json and the tensors of an architecture.
 
@@ -35,14 +44,7 @@ class Architecture(NamedTuple):
 
     defaults: Mapping[str, Any]
     nullable: tuple[str, ...] = ()
-    required: tuple[str, ...] = (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "max_position_embeddings",
-        "intermediate_size",
-    )
+    required: tuple[str, ...] = (*SIZES, "intermediate_size")
     renamed: Mapping[str, str] = {}
     prefix: str = ""
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
@@ -125,6 +127,7 @@ DEEPSEEK_DEFAULTS = LLAMA_DEFAULTS | {
     "v_head_dim": 128,
     "n_group": None,
     "topk_group": None,
+    "rope_interleave": True,
 }
 DEEPSEEK_V2_DEFAULTS = DEEPSEEK_DEFAULTS | {
     "first_k_dense_replace": 0,
@@ -145,8 +148,24 @@ DEEPSEEK_V3_DEFAULTS = DEEPSEEK_DEFAULTS | {
     "topk_group": 4,
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
-    "rope_interleave": True,
 }
+QWEN_HYBRID_DEFAULTS = LLAMA_DEFAULTS | {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+QWEN_HYBRID_MOE_DEFAULTS = QWEN_HYBRID_DEFAULTS | {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN_HYBRID_LAYERS = "full_attention", "linear_attention"
+MTP = ("mtp.*",)  # layers that predict several tokens
 QUERY_RANK = ("q_lora_rank",)  # null: queries are made of the layer's input
 MORE_LAYERS = ("model.layers.{layers}.*",)  # a layer that predicts several tokens
 
@@ -284,13 +303,7 @@ _BUILT_IN = (
                 "tie_word_embeddings": True,
                 "activation_function": "gelu_new",
             },
-            required=(
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "vocab_size",
-                "max_position_embeddings",
-            ),
+            required=SIZES,
             renamed={
                 "n_embd": "hidden_size",
                 "n_layer": "num_hidden_layers",
@@ -307,14 +320,30 @@ _BUILT_IN = (
         "qwen3_5_text",
         "qwen3_5",
         Architecture(
-            LLAMA_DEFAULTS
-            | {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25}
-            | {"linear_conv_kernel_dim": 4, "full_attention_interval": 4}
-            | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-            | {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
-            layer_types=("full_attention", "linear_attention"),
+            QWEN_HYBRID_DEFAULTS | {"num_key_value_heads": 4}, layer_types=QWEN_HYBRID_LAYERS
         ),
-        ignored=("mtp.*",),  # layers that predict several tokens
+        ignored=MTP,
+    ),
+    _built_in(
+        "qwen3_5_moe_text",
+        "qwen3_5",
+        Architecture(
+            QWEN_HYBRID_MOE_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8},
+            required=SIZES,
+            layer_types=QWEN_HYBRID_LAYERS,
+        ),
+        ignored=MTP,
+    ),
+    _built_in(
+        "qwen3_next",
+        "qwen3_next",
+        Architecture(
+            QWEN_HYBRID_MOE_DEFAULTS
+            | QWEN_MOE_DEFAULTS
+            | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+            layer_types=QWEN_HYBRID_LAYERS,
+        ),
+        ignored=MTP,
     ),
     _built_in(
         "granitemoehybrid",
@@ -493,6 +522,7 @@ COMPOSITES = {
     ),
     "mistral3": Composite("mistral", {}),
     "qwen3_5": Composite("qwen3_5_text", {}),
+    "qwen3_5_moe": Composite("qwen3_5_moe_text", {}),
 }
 # how the names of text tensors start in files of composites -> in files of their text models
 TEXT_STARTS = {
@@ -503,7 +533,7 @@ TEXT_STARTS = {
 IMAGE_STARTS = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector")
+    for part in ("vision_tower", "multi_modal_projector", "visual")
 )
 # keys beside text_config that are of the text too
 SHARED_KEYS = "eos_token_id", "tie_word_embeddings", "quantization_config"

@@ -26,7 +26,14 @@ from pagedjax.device.models.param_table import ParamSource
 from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.families import family_of, own_family
-from pagedjax.weights.load import OWN_BUFFERS, assemble, check_table, own_table, restore_params
+from pagedjax.weights.load import (
+    OWN_BUFFERS,
+    assemble,
+    check_table,
+    own_table,
+    restore_params,
+    table_of,
+)
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.safetensors_file import Group, write_shards
 from pagedjax.weights.tree import dtype_of, nested
@@ -90,6 +97,7 @@ def convert(
     if checkpoint.format == "orbax":
         check_table(checkpoint, own_table(table), OWN_BUFFERS)
     else:
+        table = table_of(checkpoint, table)
         check_table(checkpoint, table, family.ignored)
     table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
     dtype = dtype or stored_dtype(checkpoint, table)

@@ -88,6 +88,7 @@ def load_params(
     if orbax:
         table = own_table(table)
         ignore = OWN_BUFFERS
+    table = table_of(checkpoint, table)
     check_table(checkpoint, table, ignore)
     entries = [entry for entry in table if entry.sources[0] in checkpoint.tensors]
 
@@ -166,6 +167,11 @@ def own_table(table: Sequence[ParamSource]) -> tuple[ParamSource, ...]:
     return tuple(
         ParamSource(e.path, (".".join(e.path),), e.shape, optional=e.optional) for e in table
     )
+
+
+def table_of(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> list[ParamSource]:
+    """The table for the tensors of a checkpoint, which may have some in another way."""
+    return [entry.in_files(checkpoint.tensors) for entry in table]
 
 
 def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: str) -> np.ndarray:

@@ -68,6 +68,17 @@ LATENTS = {
     "num_key_value_heads": 4,
 }
 DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
+QWEN_HYBRID = BODY | {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
@@ -154,6 +165,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "linear_attention"]}
         | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
         | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
+    "Qwen3.5 MoE": (
+        "qwen3_5_moe_text",
+        QWEN_HYBRID | {"num_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "Qwen3-Next": (
+        "qwen3_next",
+        QWEN_HYBRID | {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    ),
+    "Qwen3-Next, experts in every second layer": (
+        "qwen3_next",
+        QWEN_HYBRID
+        | {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "decoder_sparse_step": 2}
+        | {"norm_topk_prob": False, "linear_num_key_heads": 4},
     ),
     "Granite 4 Hybrid": (
         "granitemoehybrid",
@@ -312,6 +338,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The programs of a mesh take the most time, and what a mesh splits is the same for the others.
 ON_A_MESH = (
+    "Qwen3-Next",
     "Granite 4 Hybrid with experts",
     "Qwen3.5",
     "LFM2",
@@ -333,6 +360,8 @@ ON_A_MESH = (
     "GLM-4",
 )
 CONVERTED = (
+    "Qwen3-Next",
+    "Qwen3.5 MoE",
     "Granite 4 Hybrid with experts",
     "Granite 3 MoE",
     "Gemma 3, stretched where it sees all",
@@ -353,6 +382,8 @@ CONVERTED = (
     "GPT-OSS",
 )
 IN_16_BITS = (
+    "Qwen3-Next",
+    "Qwen3.5 MoE",
     "Granite 4 Hybrid with experts",
     "Llama 2",
     "SmolLM3",
@@ -832,9 +863,10 @@ def test_a_gemma_names_the_stretched_context_itself():
             "position_embedding_type is 'alibi'; it must be 'rope', 'nope' or null",
         ),
         ("Qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple"),
-        ("Qwen3.5", {"attention_bias": True}, "attention_bias is true; Qwen3.5 here has no bias"),
+        ("Qwen3.5", {"attention_bias": True}, "attention_bias is true; qwen3_5_text here has no"),
         ("DeepSeek V3", {"attention_bias": True}, "attention_bias is true; deepseek_v3 here has"),
         ("DeepSeek V3", {"rope_interleave": False}, "rope_interleave is false; deepseek_v3 here"),
+        ("DeepSeek V2", {"rope_interleave": False}, "rope_interleave is false; deepseek_v2 here"),
         ("DeepSeek V3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be an integer of at"),
         ("DeepSeek V3", {"q_lora_rank": 0}, "q_lora_rank is 0; .* of at least 1, or null"),
         ("DeepSeek V3", {"qk_rope_head_dim": 7}, "7 of the 7 numbers of a head are rotated"),

@@ -86,6 +86,22 @@ GPT_OSS = COMMON | {
     "rope_theta": 500000.0,
     "rope_scaling": OLMO["rope_scaling"] | {"truncate": False},
 }
+QWEN3_NEXT = COMMON | {
+    "model_type": "qwen3_next",
+    "num_key_value_heads": 2,
+    "head_dim": D,
+    "rms_norm_eps": 1e-5,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 Weights = Mapping[str, np.ndarray]
 
 
@@ -291,6 +307,79 @@ def gpt_oss_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
     return rms_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
 
 
+def unit(x: np.ndarray) -> np.ndarray:
+    """x divided by its length."""
+    return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
+
+
+def delta_rule(layer: Weights, y: np.ndarray) -> np.ndarray:
+    """y [T, H] through a mixer of Qwen3-Next, token by token. Each of 2 key heads has 3 heads."""
+    tokens = len(y)
+    by_key = (y @ layer["linear_attn.in_proj_qkvz.weight"].T).reshape(tokens, 2, -1)
+    q, k, v, z = np.split(by_key, [12, 24, 24 + 60], axis=-1)
+    gates = (y @ layer["linear_attn.in_proj_ba.weight"].T).reshape(tokens, 2, 6)
+    rate, step = (part.reshape(tokens, 6) for part in np.split(gates, 2, axis=-1))
+    inputs = np.concatenate([part.reshape(tokens, -1) for part in (q, k, v)], axis=1)
+    padded = np.pad(inputs, ((2, 0), (0, 0)))
+    weight = layer["linear_attn.conv1d.weight"][:, 0]
+    mixed = silu(sum(padded[i : i + tokens] * weight[:, i] for i in range(3)))
+    q, k, v = np.split(mixed, [24, 48], axis=1)
+    q, k = (np.repeat(unit(part.reshape(tokens, 2, 12)), 3, axis=1) for part in (q, k))
+    v = v.reshape(tokens, 6, 20)
+    decay = np.exp(layer["linear_attn.A_log"]) * np.logaddexp(
+        0, step + layer["linear_attn.dt_bias"]
+    )
+    state = np.zeros((6, 12, 20))
+    outputs = np.zeros((tokens, 6, 20))
+    for t in range(tokens):
+        state *= np.exp(-decay[t])[:, None, None]
+        missing = v[t] - np.einsum("ne,ned->nd", k[t], state)
+        update = missing / (1 + np.exp(-rate[t]))[:, None]
+        state += k[t][:, :, None] * update[:, None, :]
+        outputs[t] = np.einsum("ne,ned->nd", q[t], state) / np.sqrt(12)
+    outputs = rms_norm(outputs, layer["linear_attn.norm.weight"]) * silu(z.reshape(tokens, 6, 20))
+    return outputs.reshape(tokens, -1) @ layer["linear_attn.out_proj.weight"].T
+
+
+def qwen3_next_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    x = w["model.embed_tokens.weight"][tokens]
+    turn = partial(turned, frequencies=1e4 ** (-np.arange(0, 4, 2) / 4), neighbours=False)
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return rms_norm(x, 1 + weight)
+
+    for i in range(2):
+        layer = {n.removeprefix(f"model.layers.{i}."): y for n, y in w.items()}
+        y = norm(x, layer["input_layernorm.weight"])
+        if i == 0:
+            x = x + delta_rule(layer, y)
+        else:
+            both = (y @ layer["self_attn.q_proj.weight"].T).reshape(len(x), HEADS, 2 * D)
+            k, v = (
+                (y @ layer[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, D)
+                for part in "kv"
+            )
+            q = turn(norm(both[..., :D], layer["self_attn.q_norm.weight"]))
+            k = turn(norm(k, layer["self_attn.k_norm.weight"]))
+            gate = 1 / (1 + np.exp(-both[..., D:].reshape(len(x), -1)))
+            x = x + (attended(q, k, v) * gate) @ layer["self_attn.o_proj.weight"].T
+        y = norm(x, layer["post_attention_layernorm.weight"])
+
+        def mlp(y: np.ndarray, name: str, layer: Weights = layer) -> np.ndarray:
+            gate, up = (y @ layer[f"mlp.{name}.{part}_proj.weight"].T for part in ("gate", "up"))
+            return (silu(gate) * up) @ layer[f"mlp.{name}.down_proj.weight"].T
+
+        shared = 1 / (1 + np.exp(-y @ layer["mlp.shared_expert_gate.weight"].T))
+        result = shared * mlp(y, "shared_expert")
+        for token, row in enumerate(y @ layer["mlp.gate.weight"].T):
+            chosen = np.argsort(-row)[:2]
+            shares = np.exp(row[chosen]) / np.exp(row[chosen]).sum()
+            for expert, share in zip(chosen, shares, strict=True):
+                result[token] += share * mlp(y[token], f"experts.{expert}")
+        x = x + result
+    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+
+
 FORWARD: dict[str, tuple[dict[str, Any], Callable[[Weights, np.ndarray], np.ndarray]]] = {
     "GPT-NeoX": (NEOX, neox_logits),
     "OLMo 3": (OLMO, olmo_logits),
@@ -298,10 +387,11 @@ FORWARD: dict[str, tuple[dict[str, Any], Callable[[Weights, np.ndarray], np.ndar
     "Granite 3": (GRANITE, granite_logits),
     "GLM-4.5": (GLM_MOE, glm_moe_logits),
     "GPT-OSS": (GPT_OSS, gpt_oss_logits),
+    "Qwen3-Next": (QWEN3_NEXT, qwen3_next_logits),
 }
 
 
-@pytest.mark.default_cases("GPT-NeoX", "OLMo 3", "GLM-4.5", "GPT-OSS")
+@pytest.mark.default_cases("GPT-NeoX", "OLMo 3", "GLM-4.5", "GPT-OSS", "Qwen3-Next")
 @pytest.mark.parametrize("name", FORWARD)
 def test_ragged_chunks_give_the_logits_of_a_plain_forward_pass(name, tmp_path):
     config, forward = FORWARD[name]

@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from pagedjax import LLM, LoRARequest, SamplingParams, from_params
 from pagedjax.device import score as scores
 from pagedjax.device.adapters import Part, sizes_of
+from pagedjax.device.models import Model
+from pagedjax.engine.resolve import resolve
 from pagedjax.models import Decoder, score
+from pagedjax.options.config import EngineConfig
 from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
 from pagedjax.weights.trained import whole
 from tests import quick_compiler
@@ -377,3 +380,21 @@ def test_what_cannot_be_batch_invariant_is_refused():
     message = r"batch_invariant is True, and attention_impl 'cpu', .* not of float16; .* set batch_invariant=False"
     with refused(message):
         score(module_of("Qwen3", "float16"), np.ones((1, 4), int), batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("DeepSeek V2", {}, r"the model keeps latents \(rows of \d+ numbers\), whose results may"),
+        ("Qwen3.5", {}, r"layers without attention \(GatedDelta\), whose bits may depend"),
+        ("Qwen3", {"hidden_size": 72}, "the hidden size of the model is 72: beyond a multiple"),
+    ],
+)
+def test_a_model_that_no_engine_serves_with_equal_bits_is_not_scored_so(name, change, message):
+    config = config_of(name, **change)
+    module = nnx.eval_shape(lambda: Decoder(config, "float32"))
+    with refused(rf"batch_invariant is True, and .*{message}.* set batch_invariant=False"):
+        score(module, np.ones((1, 4), int), batch_invariant=True)
+    model = Model(config, *nnx.split(module), "float32")
+    with refused(message):
+        resolve(EngineConfig(batch_invariant=True, num_blocks=8, max_model_len=64), model)

@@ -4,12 +4,18 @@ name.
 
 from __future__ import annotations
 
+import dataclasses
+
 import chex
 import numpy as np
 import pytest
 
 from pagedjax import load_model
+from pagedjax.device import attention
 from pagedjax.device.attention import IMPLS
+from pagedjax.device.draft_model import of_decoder
+from pagedjax.engine.resolve import resolve
+from pagedjax.options.config import EngineConfig, Speculative
 from tests.engine.runs import answers, greedy, logprobs_of, small_llm
 from tests.refusals import refused
 from tests.weights.tiny_families import write_family
@@ -65,6 +71,22 @@ def test_what_takes_no_sinks_is_refused_with_what_does(model):
     own = IMPLS["xla"]._replace(name="own", takes_sinks=False)
     with refused("takes no sinks"):
         small_llm(model, attention_impl=own)
+
+
+def test_a_draft_model_with_sinks_has_attention_that_takes_them(model, tiny, monkeypatch):
+    draft = of_decoder(model.model)
+    config = EngineConfig(
+        speculative=Speculative(method="draft", model="x"), num_blocks=8, max_model_len=64
+    )
+    without = IMPLS["xla"]._replace(name="pallas_gpu", takes_sinks=False)
+    monkeypatch.setitem(IMPLS, "pallas_gpu", without)  # as on a GPU, where it has no obstacle
+    named = dataclasses.replace(config, attention_impl="pallas_gpu")
+    with refused("the draft model: attention_impl 'pallas_gpu' takes no sinks"):
+        resolve(named, tiny.model, draft=draft)
+    monkeypatch.setattr(attention, "DEFAULTS", ("pallas_gpu", "xla"))
+    assert resolve(config, tiny.model, draft=draft).attention_impl == "xla"
+    without_sinks = of_decoder(tiny.model)
+    assert resolve(config, tiny.model, draft=without_sinks).attention_impl == "pallas_gpu"
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import chex
@@ -28,6 +29,7 @@ from pagedjax import EngineConfig, SamplingParams
 from pagedjax.device import cache, draft_model
 from pagedjax.engine import drafting
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.resolve import resolve
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Verified
 from pagedjax.options.config import Speculative
@@ -370,6 +372,19 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tiny, tmp_path):
     file.write_text(json.dumps(tokenizer))
     with refused("has another tokenizer than the model: '[ab]' is token \\d+ there and \\d+ here"):
         make(tiny, speculative={"method": "draft", "model": str(file.parent)})
+
+
+def test_a_draft_model_that_no_attention_with_equal_bits_reads_is_refused(tiny):
+    layers = replace(tiny.model.config, head_dim=12)
+    draft = draft_model.of_decoder(tiny.model)._replace(layers=layers)
+    options = Speculative(method="draft", model="x")
+    with refused(
+        "batch_invariant is True, and the draft model cannot run beside it: .* a head size that is "
+        "a multiple of 8, and it is 12.*; use another draft model, or set batch_invariant=False"
+    ):
+        config = EngineConfig(speculative=options, batch_invariant=True, **CONFIG)
+        exact = tiny.model._replace(config=replace(tiny.model.config, linear="cpu"))
+        resolve(config, exact, draft=draft)
 
 
 def test_a_draft_model_that_is_too_short_is_refused(tiny, tmp_path):

@@ -14,6 +14,7 @@ from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps
 from pagedjax.device.adapters import adapted
+from pagedjax.device.draft_model import of_decoder
 from pagedjax.device.models import assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
@@ -256,6 +257,11 @@ def test_what_such_a_model_cannot_have_is_refused(name, loaded):
     options, text = REFUSED[name]
     with refused(text):
         small_llm(loaded, **options)
+
+
+def test_a_draft_model_of_such_layers_is_refused(loaded):
+    with refused(r"the draft model has layers without attention \(ShortConv\), .* use one with"):
+        of_decoder(loaded.model)
 
 
 def test_adapters_are_for_attention_and_mlps(loaded):

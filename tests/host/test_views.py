@@ -23,12 +23,14 @@ from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import (
     HOLE,
     Beamed,
+    Choice,
     Finished,
     Forked,
     Plan,
     Request,
     Sampled,
     SchedulerConfig,
+    Seq,
 )
 from pagedjax.options.config import KVPolicyOptions, PrefixCheckpoints
 from tests import drawn
@@ -280,6 +282,18 @@ def cancelled(findable: Findable, state: SchedulerState, name: str) -> Scheduler
     return state
 
 
+def dropped_beams(state: SchedulerState, choices: dict[str, Choice]) -> list[Seq]:
+    """The beams that nobody continues; their texts end here."""
+    running = scheduler.running(state)
+    groups = {seq.request_id: seq.group for seq in running}
+    return [
+        seq
+        for name, choice in choices.items()
+        for seq in running
+        if seq.group == groups[name] and seq.request_id not in choice.parents
+    ]
+
+
 def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
     draw = random.Random(seed)
     size = config.block_size
@@ -359,13 +373,17 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
             accepted = samples[i][:-1] if granted.get(name, 0) else ()
             ends[name] = plan.starts[i] + plan.counts[i] - granted.get(name, 0) + len(accepted)
             hashes[name] = seq.hashes
-            if seq.request.hashes and not seq.request.beams:
+            if seq.request.hashes:
                 text = [*tokens[name], *accepted][: ends[name]]
                 hashes[name] += spelled(text, size)[len(seq.hashes) :]
         new_hashes = {
             seq.request_id: hashes[seq.request_id][len(seq.hashes) :] for seq in plan.seqs
         }
         choices, over = chosen(state, plan, draw)
+        for seq in dropped_beams(state, choices):
+            name = seq.request_id
+            findable.end(seq, hashes.get(name, seq.hashes), ends.get(name, seq.computed))
+            tally["dropped"] += 1
         state, events = scheduler.commit(state, plan, samples, new_hashes, choices)
         finished = {event.request_id for event in events if isinstance(event, Finished)}
         findable.commit(plan, ends, hashes, finished, state)
@@ -444,6 +462,7 @@ def test_the_driver_reaches_every_kind_of_event():
         "copied",
         "found with holes",
         "beamed",
+        "dropped",
         "forked",
         "holes",
         "lost",

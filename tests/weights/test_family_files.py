@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pagedjax import load_model
 from pagedjax.device.adapters import Part, adapted
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.adapter_files import adapter_parts, modules_of, read_adapter, write_adapter
@@ -62,12 +64,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": BODY | LATENTS | {"q_lora_rank": None},
     "deepseek_v3": BODY | LATENTS | {"q_lora_rank": 24, "n_group": 2, "topk_group": 1},
 }
+QWEN_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+# with layers without attention, which not all tests of `CONFIGS` have
+HYBRIDS = {
+    name: BODY | QWEN_HYBRID | {"model_type": name} for name in ("qwen3_next", "qwen3_5_moe_text")
+}
 CONFIGS = {name: config | {"model_type": name} for name, config in CONFIGS.items()}
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=[*CONFIGS, *HYBRIDS])
 def source(request, tmp_path) -> Path:
-    return write_family(tmp_path / "source", CONFIGS[request.param])
+    return write_family(tmp_path / "source", (CONFIGS | HYBRIDS)[request.param])
 
 
 def test_a_converted_folder_has_the_same_tensors_and_the_same_shape(source, tmp_path):
@@ -78,6 +96,48 @@ def test_a_converted_folder_has_the_same_tensors_and_the_same_shape(source, tmp_
     assert shape_of(json.loads((back / "config.json").read_text())) == shape_of(
         json.loads((source / "config.json").read_text())
     )
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a file with 2 layers of 4 experts, with all experts of a layer in two."""
+    others = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            np.stack([tensors[f"{prefix}{i}.{part}_proj.weight"] for i in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        others[f"{prefix}gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+        others[f"{prefix}down_proj"] = downs
+    return others
+
+
+def test_experts_in_two_tensors_are_those_in_many(tmp_path):
+    """As published files of Qwen3.5 MoE have them, and transformers in memory."""
+    many = write_family(tmp_path / "many", HYBRIDS["qwen3_5_moe_text"])
+    tensors = stacked(load_file(many / "model.safetensors"))
+    few = shutil.copytree(many, tmp_path / "few")
+    save_file(tensors, few / "model.safetensors")
+    expected = load_model(many, linear_impl="xla").model.params
+    chex.assert_trees_all_equal(load_model(few, linear_impl="xla").model.params, expected)
+    back = convert(few, tmp_path / "back", "safetensors")
+    chex.assert_trees_all_equal(load_file(back / "model.safetensors"), tensors)
+    # of text and images, with the names of such files
+    both = shutil.copytree(few, tmp_path / "both")
+    text = json.loads((few / "config.json").read_text())
+    write_json(both / "config.json", {"model_type": "qwen3_5_moe", "text_config": text})
+    named = {
+        name.replace("model.", "model.language_model.") if name.startswith("model.") else name: x
+        for name, x in tensors.items()
+    }
+    for name in ("model.visual.patch_embed.proj.weight", "mtp.fc.weight"):  # not read
+        named[name] = np.ones((2, 2), np.float32)
+    save_file(named, both / "model.safetensors")
+    chex.assert_trees_all_equal(load_model(both, linear_impl="xla").model.params, expected)
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+    save_file(tensors, few / "model.safetensors")
+    with refused(r"missing: model.layers.1.mlp.experts.0.down_proj.weight"):
+        load_model(few)
 
 
 def test_the_rows_of_a_gpt_neox_are_those_of_q_k_and_v_head_after_head(tmp_path):
@@ -129,9 +189,9 @@ def test_adapters_are_in_the_order_of_the_files(source, tmp_path):
     assert len(parts) == sum(len(c.parts[name]) for layer in adapted(c) for name in layer)
     for entry in family.param_table(c):
         matrix = ".".join(entry.path[2:-1])
-        if matrix in c.parts and entry.path[-1] == "weight":
+        layer = int(entry.path[1]) if entry.path[0] == "blocks" else None
+        if layer is not None and matrix in adapted(c)[layer] and entry.path[-1] == "weight":
             before, after = (assemble(t, entry, "float32") for t in (checkpoint.tensors, merged))
-            layer = int(entry.path[1])
             added = [
                 parts[Part(layer, matrix, i)][1] @ parts[Part(layer, matrix, i)][0]
                 for i in range(len(c.parts[matrix]))
@@ -224,7 +284,7 @@ VALUES = {
     "is_causal": False,
 }
 READERS = {
-    "partial_rotary_factor": "qwen3_5_text, phi3, glm, glm4, glm4_moe, gpt_neox",
+    "partial_rotary_factor": "qwen3_5_text, qwen3_5_moe_text, qwen3_next, phi3, glm, glm4, glm4_moe, gpt_neox",
     "residual_multiplier": "granitemoehybrid, granite, granitemoe",
     "no_rope_layers": "smollm3",
     "attn_logit_softcapping": "gemma2, gemma3_text",
@@ -242,6 +302,13 @@ def test_a_key_that_changes_the_result_and_is_not_read_is_refused_with_its_famil
         normalised(config | {key: value}, "here")
     for neutral in (None, *NEUTRAL[key]):
         normalised(config | {key: neutral}, "here")
+
+
+def test_deepseeks_files_may_say_that_they_rotate_neighbours():
+    for model_type in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
+        config = BODY | {"model_type": model_type, "rope_interleave": True}
+        config["num_experts_per_tok"] = 2
+        assert FAMILIES[model_type].from_hf(normalised(config, "here")).latent is not None
 
 
 def test_a_family_of_ones_own_says_that_it_rotates_a_part_of_a_head():

@@ -15,8 +15,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from pagedjax import LLM, SamplingParams, from_params, load_model
+from pagedjax.device import linear
 from pagedjax.device.formats import blocks, dtypes_of, restored
 from pagedjax.engine import compilations
+from pagedjax.engine.adapters import init
+from pagedjax.engine.resolve import resolve
+from pagedjax.options.config import EngineConfig
 from pagedjax.weights.gguf_blocks import ENCODINGS, rows_of
 from pagedjax.weights.trained import whole
 from pagedjax.weights.tree import named, nested
@@ -161,6 +165,20 @@ def test_smollm2_in_its_own_4_bits_says_what_it_says_in_float32():
         memory.append(llm.engine.memory.weights)
     assert results[0] == results[1]
     assert memory[1] < 0.2 * memory[0]
+
+
+def test_an_engine_with_adapters_prepares_products_of_low_rank(untied_file, monkeypatch):
+    """By then the formats of a file's matrices are known, and no program waits for them yet."""
+    model = load_model(untied_file, weight_dtype="stored", linear_impl="cpu").model
+    prepared = []
+
+    def prepare(**variant: Any) -> None:
+        prepared.append((variant["weight_dtype"], variant["low_rank"]))
+
+    monkeypatch.setitem(linear.IMPLS, "cpu", linear.IMPLS["cpu"]._replace(prepare=prepare))
+    config = EngineConfig(enable_lora=True, max_loras=1, num_blocks=8, max_model_len=64)
+    assert init(model, resolve(config, model)) is not None
+    assert prepared == [("float32", True), ("q4_1", True)]
 
 
 def test_on_a_mesh_devices_have_whole_blocks(tmp_path):

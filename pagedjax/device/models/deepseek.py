@@ -51,7 +51,7 @@ def _decoder(config: dict[str, Any]) -> DecoderConfig:
         raise ValueError(
             f"attention_bias is true; {config['model_type']} here has no bias in its attention"
         )
-    if not config.get("rope_interleave", True):
+    if not config["rope_interleave"]:
         raise ValueError(
             f"rope_interleave is false; {config['model_type']} here rotates neighbours, as all "
             "published files do"

@@ -101,7 +101,8 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
     if target.latent:
         raise ValueError(
             f"the model keeps latents (rows of {target.latent.row} numbers), and a draft head is "
-            "for models with usual attention; use speculative.method='ngram', or a draft model"
+            "for models with usual attention; use speculative.method='ngram', or a draft model "
+            "that has usual attention"
         )
     if not 1 <= vocabulary <= target.vocab_size:
         raise ValueError(

@@ -19,6 +19,7 @@ SLIDING = "sliding_attention"
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 QKV = "q_proj", "k_proj", "v_proj"
 GATE_UP = "gate_proj", "up_proj"
+STACKS = "gate_up_proj", "down_proj"  # of all experts of a layer
 QWEN_MOE = "qwen2_moe", "qwen3_moe"
 
 
@@ -139,13 +140,15 @@ def _kinds(config: dict[str, Any], model_type: str) -> Iterator[LayerKind]:
         SLIDING if _slides(config, model_type, i) else "full_attention"
         for i in range(config["num_hidden_layers"])
     ]
-    dense = config.get("mlp_only_layers") or ()
-    every = config.get("decoder_sparse_step", 1)
     for i, name in enumerate(types):
-        sparse = model_type == "mixtral" or (
-            model_type in QWEN_MOE and i not in dense and (i + 1) % every == 0
-        )
+        sparse = model_type == "mixtral" or (model_type in QWEN_MOE and is_sparse(config, i))
         yield LayerKind(window=window if name == SLIDING else None, sparse=sparse)
+
+
+def is_sparse(config: dict[str, Any], layer: int) -> bool:
+    """Whether a layer of a Qwen has experts."""
+    is_dense = layer in (config.get("mlp_only_layers") or ())
+    return not is_dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
 def _slides(config: dict[str, Any], model_type: str, layer: int) -> bool:
@@ -166,7 +169,11 @@ def _experts(config: dict[str, Any], model_type: str) -> Experts | None:
         )
     if model_type not in QWEN_MOE:
         return None
-    has_shared = model_type == "qwen2_moe"
+    return qwen_experts(config, has_shared=model_type == "qwen2_moe")
+
+
+def qwen_experts(config: dict[str, Any], *, has_shared: bool) -> Experts:
+    """The experts of a Qwen. has_shared: beside them is an MLP with a gate."""
     return Experts(
         count=config["num_experts"],
         chosen=config["num_experts_per_tok"],
@@ -285,6 +292,11 @@ def _sparse_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
     if c.family == "mixtral":
         prefix = f"model.layers.{layer}.block_sparse_moe."
         return experts_table(c, layer, prefix, ("w1", "w3", "w2"))
+    return qwen_experts_table(c, layer)
+
+
+def qwen_experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    """The parameters of a sparse MLP of a Qwen."""
     return experts_table(c, layer, f"model.layers.{layer}.mlp.", shared="shared_expert")
 
 
@@ -295,7 +307,8 @@ def experts_table(
     names: Sequence[str] = (*GATE_UP, "down_proj"),
     shared: str = "shared_experts",
 ) -> list[ParamSource]:
-    """The router, the experts, and the shared MLP with its gate if the mixture has them.
+    """The router, the experts, and the shared MLP with its gate if the mixture has them. Files have
+    a tensor for each matrix of an expert, or all experts in two tensors, [experts, out, in].
 
     Args:
         prefix: of the names of all tensors.
@@ -315,10 +328,22 @@ def experts_table(
         routers = (*routers, f"{prefix}{shared}_gate.weight")
         rows = (e.count, 1)
     router_shape = e.count + e.shared_gate, c.hidden
+    shapes = (e.count * 2 * e.intermediate, c.hidden), (e.count * c.hidden, e.intermediate)
     table = [
         ParamSource((*path, "router", "weight"), routers, router_shape, rows=rows),
-        ParamSource((*path, "up"), ups, (e.count * 2 * e.intermediate, c.hidden)),
-        ParamSource((*path, "down"), downs, (e.count * c.hidden, e.intermediate)),
+        *[
+            ParamSource(
+                (*path, ours),
+                sources,
+                shape,
+                alternative=ParamSource(
+                    (*path, ours), (f"{prefix}experts.{stack}",), shape, stacked=e.count
+                ),
+            )
+            for ours, sources, shape, stack in zip(
+                ("up", "down"), (ups, downs), shapes, STACKS, strict=True
+            )
+        ],
     ]
     if e.shared:
         ups = tuple(f"{prefix}{shared}.{name}.weight" for name in (gate, up))

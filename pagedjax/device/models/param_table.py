@@ -4,6 +4,7 @@ lists them.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 
@@ -21,6 +22,7 @@ class ParamSource(NamedTuple):
         [stacked, in, out], and not what they make. 0: the sources are not stacked.
     order: a permutation of the joined rows: row i of the parameter is row order[i] of them; (): they
         stay as they are.
+    alternative: the same parameter as other files have it, e.g. all experts in one tensor.
     """
 
     path: tuple[str, ...]
@@ -31,6 +33,14 @@ class ParamSource(NamedTuple):
     optional: bool = False
     order: tuple[int, ...] = ()
     stacked: int = 0
+    alternative: ParamSource | None = None
+
+    def in_files(self, names: Container[str]) -> ParamSource:
+        """The entry for files with tensors of these names: itself, or the alternative if they have
+        all of its sources.
+        """
+        other = self.alternative
+        return other if other and all([name in names for name in other.sources]) else self
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """The text model of Qwen3.5: three of four layers have the gated delta rule, and every fourth has
-attention with a gate, norms of q and k, and rotary positions in a quarter of each head.
+attention with a gate, norms of q and k, and rotary positions in a quarter of each head. Some models
+have experts and a shared MLP with a gate in each layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
@@ -14,19 +16,41 @@ from pagedjax.device.models.llama import (
     dense,
     mlp_table,
     norm_table,
+    qwen_experts,
+    qwen_experts_table,
     rotated_numbers,
     rotation,
 )
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
+from pagedjax.device.models.mlp import Experts
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import pair_order
 
 ATTENTION = "full_attention"
 DELTA = "linear_attention"
+MOE = "qwen3_5_moe_text"
 
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """From the keys of a Hugging Face config.json, with the defaults of the architecture.
+
+    Raises:
+        ValueError: a key has a value that is not supported.
+    """
+    if config["model_type"] != MOE:
+        return hybrid(config)
+    experts = qwen_experts({**config, "norm_topk_prob": True}, has_shared=True)
+    usual = {**config, "intermediate_size": experts.shared}  # no layer has an MLP of another size
+    return hybrid(usual, experts, range(config["num_hidden_layers"]))
+
+
+def hybrid(
+    config: dict[str, Any], experts: Experts | None = None, sparse: Container[int] = ()
+) -> DecoderConfig:
+    """A decoder of layers with the gated delta rule and layers of attention with a gate.
+
+    Args:
+        sparse: the layers with experts.
 
     Raises:
         ValueError: a key has a value that is not supported.
@@ -38,7 +62,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
             f"linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {key_heads}"
         )
     if config.get("attention_bias"):
-        raise ValueError("attention_bias is true; Qwen3.5 here has no bias in its attention")
+        raise ValueError(
+            f"attention_bias is true; {config['model_type']} here has no bias in its attention"
+        )
     mixer = GatedDelta(
         length=config["linear_conv_kernel_dim"],
         heads=heads,
@@ -46,30 +72,44 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
     )
-    kinds = {ATTENTION: LayerKind(), DELTA: LayerKind(mixer=mixer)}
     every = config["full_attention_interval"]
     types = config.get("layer_types") or [
         DELTA if (i + 1) % every else ATTENTION for i in range(config["num_hidden_layers"])
     ]
+    mixers = {ATTENTION: None, DELTA: mixer}
     return dense(
         config,
-        kinds=tuple([kinds[name] for name in types]),
+        kinds=tuple(
+            [LayerKind(mixer=mixers[name], sparse=i in sparse) for i, name in enumerate(types)]
+        ),
         ropes=(rotation(config, rotated_numbers(config)),),
         norm="rms_plus_one",
         qk_norm="head",
         attn_gate=True,
+        experts=experts,
     )
 
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
+    return hybrid_table(c, _inner)
+
+
+def hybrid_table(
+    c: DecoderConfig, inner: Callable[[DecoderConfig, int, GatedDelta], ParamSource]
+) -> tuple[ParamSource, ...]:
+    """The parameters of a `hybrid`. inner: the source of the joined product of a mixer."""
     order = _order(c)
     return decoder_table(
         c,
         [
-            (_delta_table(c, i, kind.mixer) if kind.mixer else attention_table(c, i, order=order))
+            (
+                [inner(c, i, kind.mixer), *_delta_table(c, i, kind.mixer)]
+                if isinstance(kind.mixer, GatedDelta)
+                else attention_table(c, i, order=order)
+            )
             + norm_table(c, i, NORMS)
-            + mlp_table(c, i)
+            + (qwen_experts_table(c, i) if kind.sparse else mlp_table(c, i))
             for i, kind in enumerate(c.kinds)
         ],
     )
@@ -88,11 +128,28 @@ def _order(c: DecoderConfig) -> tuple[int, ...]:
     return (*queries, *gates, *keys, *range(first_key + len(keys), c.qkv_rows))
 
 
-def _delta_table(c: DecoderConfig, layer: int, mixer: Any) -> list[ParamSource]:
-    """The parameters of a layer with the gated delta rule."""
+def inner_source(
+    c: DecoderConfig, layer: int, mixer: GatedDelta, names: Sequence[str], **options: Any
+) -> ParamSource:
+    """The joined product of a mixer. names: of its tensors; options: of the `ParamSource`."""
+    prefix = f"model.layers.{layer}.linear_attn."
+    return ParamSource(
+        ("blocks", str(layer), "attn", "inner", "weight"),
+        tuple([f"{prefix}{name}.weight" for name in names]),
+        (sum(mixer.parts), c.hidden),
+        **options,
+    )
+
+
+def _inner(c: DecoderConfig, layer: int, mixer: GatedDelta) -> ParamSource:
+    names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+    return inner_source(c, layer, mixer, names, rows=mixer.parts)
+
+
+def _delta_table(c: DecoderConfig, layer: int, mixer: GatedDelta) -> list[ParamSource]:
+    """The other parameters of a layer with the gated delta rule."""
     prefix = f"model.layers.{layer}.linear_attn."
     path = ("blocks", str(layer), "attn")
-    inner = tuple([f"{prefix}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")])
     singles = {
         ("out", "weight"): ("out_proj.weight", (c.hidden, mixer.values)),
         ("conv",): ("conv1d.weight", (mixer.channels, 1, mixer.length)),
@@ -101,11 +158,6 @@ def _delta_table(c: DecoderConfig, layer: int, mixer: Any) -> list[ParamSource]:
         ("norm",): ("norm.weight", (mixer.value_dim,)),
     }
     return [
-        ParamSource(
-            (*path, "inner", "weight"), inner, (sum(mixer.parts), c.hidden), rows=mixer.parts
-        ),
-        *[
-            ParamSource((*path, *name), (prefix + stored_name,), shape)
-            for name, (stored_name, shape) in singles.items()
-        ],
+        ParamSource((*path, *name), (prefix + stored_name,), shape)
+        for name, (stored_name, shape) in singles.items()
     ]

@@ -21,6 +21,7 @@ from pagedjax import LLM
 from pagedjax.device import cache
 from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
@@ -54,6 +55,8 @@ MODELS = {
     ),
     "no attention": (LayerKind(mixer=MAMBA), LayerKind(mixer=DELTA)),
 }
+LATENTS = "latents"
+LATENT = Latent(rank=16, rotated=8, key=4, value=6)
 
 
 def decoder_of_kinds(kinds: tuple[LayerKind, ...], config: DecoderConfig) -> DecoderConfig:
@@ -65,9 +68,11 @@ def decoder_of_kinds(kinds: tuple[LayerKind, ...], config: DecoderConfig) -> Dec
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, LATENTS])
 def test_blocks_and_bytes_are_those_of_the_engines_plan(tiny, name, dtype, block_size):
-    decoder = decoder_of_kinds(MODELS[name], tiny.model.config)
+    decoder = decoder_of_kinds(MODELS.get(name, (FULL, FULL)), tiny.model.config)
+    if name == LATENTS:
+        decoder = dataclasses.replace(decoder, latent=LATENT, kv_heads=1, head_dim=LATENT.row)
     for options in ({}, {"max_model_len": 20}, {"free_window_blocks": False}):
         sizes = {"block_size": block_size, "max_model_len": 96, **options}
         config = EngineConfig(dtype=dtype, **sizes)
@@ -159,6 +164,17 @@ PIECES = {"reservation": "max", "enable_prefix_caching": False}
         ),
         ("granite-4-h-micro", {"kv_policy": "streaming"}, r"a kv_policy cannot thin out"),
         ("granite-4-h-micro", PIECES, r"leave reservation, .* at their defaults"),
+        (
+            "deepseek-v3",
+            {"batch_invariant": True},
+            r"the model keeps latents .*, whose results may",
+        ),
+        (
+            "deepseek-v3",
+            {"kv_policy": {"name": "quest", "tokens": 64}},
+            "no blocks are selected yet",
+        ),
+        ("granite-4-h-micro", {"batch_invariant": True}, r"layers without attention \(Mamba2\)"),
         (
             "qwen3-next-80b-a3b",
             {"kv_cache_dtype": "float8_e4m3fn"},

@@ -26,14 +26,22 @@ from experiments.simulation.cost import (
     shape_of_decoder,
     work_of,
 )
-from experiments.simulation.layer_kinds import Kind, Latent, Seen, decoder_of, layer_costs
+from experiments.simulation.layer_kinds import (
+    Kind,
+    Seen,
+    decoder_of,
+    latent_numbers,
+    layer_costs,
+)
 from pagedjax.device.models import split
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
+from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.mixer import Kept, Mixer
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.rope import Rope
+from pagedjax.host.kv_policies import View
 from pagedjax.host.types import EMPTY_PLAN, Request, SchedulerConfig, Seq
 from pagedjax.options.config import MeshConfig
 
@@ -212,35 +220,61 @@ def test_mixers_are_whole_on_each_device_and_not_summed():
 # --- latents --------------------------------------------------------------------------------------
 
 LATENT = Latent(rank=8, rotated=4, key=6, value=5, query_rank=10)
-OF_LATENTS = SMALL._replace(kinds=(Kind((0, 1, 2, 3), latent=LATENT),))
+OF_LATENTS = SMALL._replace(
+    kv_heads=1, head_dim=LATENT.row, kinds=(Kind((0, 1, 2, 3), latent=LATENT),)
+)
 
 
 def test_latents_are_counted_by_hand():
     """Queries by a latent of 10, one latent of 8 and a rotated key of 4 for 4 heads."""
     numbers = 16 * 10 + 10 * 4 * (6 + 4) + 16 * 12 + 8 * 4 * (6 + 5) + 4 * 5 * 16
-    assert LATENT.numbers(16, 4) == numbers
-    assert LATENT.numbers(16, 4) - LATENT.expansion(4) == numbers - 8 * 4 * 11
+    assert latent_numbers(LATENT, 16, 4) == numbers
     assert OF_LATENTS.token_bytes == 4 * 12 * 2, "no heads"
     mlps = 4 * 3 * 16 * 24
     assert OF_LATENTS.total_bytes == 2 * (4 * numbers + mlps + 2 * 16 * 100)
-    direct = Latent(rank=8, rotated=4, key=6, value=5)
-    assert direct.numbers(16, 4) == numbers - 16 * 10 - 10 * 40 + 16 * 40
+    direct = replace(LATENT, query_rank=None)
+    assert latent_numbers(direct, 16, 4) == numbers - 16 * 10 - 10 * 40 + 16 * 40
 
 
-def test_a_decode_is_absorbed_and_a_prompt_makes_keys_and_values():
+@pytest.mark.parametrize("query_rank", [10, None])
+def test_latents_have_the_matrices_of_their_modules_and_survive_the_decoder(query_rank):
+    latent = replace(LATENT, query_rank=query_rank)
+    shape = OF_LATENTS._replace(kinds=(Kind((0, 1, 2, 3), latent=latent),))
+    decoder = decoder_of(shape)
+    assert (decoder.latent, decoder.kv_heads, decoder.head_dim) == (latent, 1, latent.row)
+    assert shape.total_bytes == bytes_of_matrices(decoder)
+    assert shape_of_decoder(decoder) == shape
+
+
+def test_short_rows_are_absorbed_and_long_ones_make_keys_and_values():
+    fewest = LATENT.expands_from
+    assert fewest == 8 * 11 // (2 * 12 - 10 - 5) + 1 == 10
     (cost,) = layer_costs(OF_LATENTS, 16, 2)
-    decode = work_with(OF_LATENTS, [(30, 1), (9, 1)])
+    short = work_with(OF_LATENTS, [(30, 1), (9, fewest - 1)])
     # scores of 12 numbers and sums of 8, for each head
-    assert cost.operations(decode, None) == 4 * 2 * 4 * (12 + 8) * (31 + 10)
-    assert cost.traffic(decode, None) == 4 * 12 * 2 * (31 + 10)
-    prompt = work_with(OF_LATENTS, [(20, 5)])
-    pairs = 21 + 22 + 23 + 24 + 25
+    short_pairs = 31 + sum(range(10, 10 + fewest - 1))
+    assert cost.operations(short, None) == 4 * 2 * 4 * (12 + 8) * short_pairs
+    assert cost.traffic(short, None) == 4 * 12 * 2 * (31 + 9 + fewest - 1)
+    long = work_with(OF_LATENTS, [(20, fewest)])
+    pairs = sum(range(21, 21 + fewest))
     # scores of 10 numbers and sums of 5; keys and values of the 20 tokens before
-    assert cost.operations(prompt, None) == 4 * (2 * 4 * (10 + 5) * pairs + 20 * 2 * 8 * 4 * 11)
-    both = work_with(OF_LATENTS, [(30, 1), (9, 1), (20, 5)])
-    assert cost.operations(both, None) == cost.operations(decode, None) + cost.operations(
-        prompt, None
-    )
+    assert cost.operations(long, None) == 4 * (2 * 4 * (10 + 5) * pairs + 20 * 2 * 8 * 4 * 11)
+    both = work_with(OF_LATENTS, [(30, 1), (9, fewest - 1), (20, fewest)])
+    assert cost.operations(both, None) == cost.operations(short, None) + cost.operations(long, None)
+
+
+def test_of_blocks_out_of_sight_no_keys_and_values_are_made():
+    """A query sees its own block of 4 tokens and the one before it."""
+    config = SchedulerConfig(4, 64, 64, 8, max_model_len=64, views=(View(2),))
+    plan = plan_of([(20, 12)])
+    work = work_of(plan, 12, config=config, shape=OF_LATENTS)
+    seen = [t + 1 - 4 * (t // 4 - 1) for t in range(20, 32)]
+    assert (work.expanded_pairs, work.expanded_context) == (sum(seen), 4)
+
+
+def test_without_cache_a_row_is_as_long_as_its_sequence():
+    work = work_with(OF_LATENTS, [(20, 1)], cached=False)
+    assert (work.expanded_pairs, work.expanded_context) == (21 * 22 // 2, 0)
 
 
 def test_latents_on_a_mesh_are_refused():

@@ -8,6 +8,7 @@ from experiments.simulation import model_configs
 from experiments.simulation.cost import MODELS, SHAPES, Simulate, named_shape, shape_of
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
+from pagedjax.weights.architectures import FAMILIES
 
 # (billions of parameters, of which a token uses, bytes that a token keeps in 16 bits): the first two
 # are those of
@@ -69,7 +70,7 @@ def test_named_models_have_their_layers():
     assert counts["gemma-3-1b"] == [(22, 512, none), (4, None, none)]
     assert counts["glm-4.5"] == []
     (latents,) = named_shape("kimi-k2").kinds
-    assert (len(latents.layers), latents.latent.kept) == (61, 576)
+    assert (len(latents.layers), latents.latent.row) == (61, 576)
     assert named_shape("gpt-oss-120b").kinds[0].layers[:3] == (0, 2, 4)
     assert named_shape("granite-4-h-tiny").kinds[1].layers == (5, 15, 25, 35)
 
@@ -82,8 +83,22 @@ def test_models_are_named_once():
 
 def test_a_config_without_a_needed_field_is_refused():
     config = {**model_configs.DEEPSEEK_V3}
-    del config["kv_lora_rank"]
-    with pytest.raises(
-        ValueError, match=r"config.json of a deepseek_v3 has no 'kv_lora_rank', .*; add it"
-    ):
+    del config["vocab_size"]
+    with pytest.raises(ValueError, match=r"vocab_size is None; it must be an integer of at least"):
         shape_of(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("gpt-oss-20b", "sliding_window"),
+        ("deepseek-v3", "kv_lora_rank"),
+        ("glm-4.5-air", "first_k_dense_replace"),
+        ("granite-4-h-small", "mamba_d_conv"),
+    ],
+)
+def test_a_field_that_is_left_out_has_the_default_of_the_engines_family(name, key):
+    config = dict(model_configs.CONFIGS[name])
+    del config[key]
+    default = FAMILIES[config["model_type"]].architecture.defaults[key]
+    assert shape_of(config) == shape_of({**config, key: default}) == named_shape(name)

@@ -1,0 +1,39 @@
+"""Which models can be batch-invariant. Engines, simulated engines and `score` ask here; attention and
+products are asked by their implementations.
+"""
+
+from __future__ import annotations
+
+from pagedjax.device.models.decoder import DecoderConfig
+
+VECTOR = 16  # float32 numbers of the widest vector of a CPU
+
+
+def check_batch_invariant(c: DecoderConfig) -> None:
+    """Raises ValueError for a model in which the bits of a token may depend on other tokens,
+    whatever computes attention and products.
+    """
+    mixers = [type(kind.mixer).__name__ for kind in c.kinds if kind.mixer]
+    reasons = (
+        (
+            c.latent is not None,
+            f"the model keeps latents (rows of {c.head_dim} numbers), whose results may depend on a "
+            "chunk's length",
+        ),
+        (
+            bool(mixers),
+            f"the model has layers without attention ({', '.join(dict.fromkeys(mixers))}), whose "
+            "bits may depend on the shapes of a step",
+        ),
+        (
+            c.hidden % VECTOR > 0,
+            f"the hidden size of the model is {c.hidden}: beyond a multiple of {VECTOR} the "
+            "compiler may round x * y + z in two ways",
+        ),
+    )
+    for holds, reason in reasons:
+        if holds:
+            raise ValueError(
+                f"batch_invariant is True, and {reason}; use another model, or set "
+                "batch_invariant=False"
+            )
