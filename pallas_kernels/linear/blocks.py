@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 
 SCALE_BYTES = {"e8m0": 1, "float16": 2, "float32": 4}
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 NUMBERS = ("integers", "e4m3", "e2m1")
 
 
@@ -147,7 +148,7 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     offsets = _scales_of(cells[..., size : 2 * size], blocks) if blocks.offset else None
     numbers = cells[..., blocks.bytes - blocks.number_bytes :]
     if blocks.bits == 8:
-        dtype = "int8" if blocks.numbers == NUMBERS[0] else ml_dtypes.float8_e4m3fn
+        dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
         return Parts(numbers.view(dtype), scales, offsets)
     pairs = xp.stack([numbers & 15, numbers >> 4], axis=-1)
     numbers = pairs.reshape(*numbers.shape[:-1], -1).astype("int8")
@@ -197,7 +198,7 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
         negative_zeros = xp.full_like(scales, -0.0)
         cells.append(_bytes_of(negative_zeros if offsets is None else offsets, blocks))
     if blocks.bits == 8:
-        dtype = "int8" if blocks.numbers == NUMBERS[0] else ml_dtypes.float8_e4m3fn
+        dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
         cells.append(numbers.astype(dtype).view("uint8"))
     else:
         if blocks.numbers == "e2m1":

@@ -17,7 +17,8 @@ from gguf.quants import dequantize, quantize
 from pagedjax import LLM, SamplingParams, from_params, load_model
 from pagedjax.device.formats import blocks, dtypes_of, restored
 from pagedjax.engine import compilations
-from pagedjax.weights.gguf_blocks import ENCODINGS, rows_of
+from pagedjax.weights.gguf_blocks import PARTS, rows_of
+from pagedjax.weights.gguf_file import KINDS
 from pagedjax.weights.trained import whole
 from pagedjax.weights.tree import named, nested
 from pallas_kernels.linear import BLOCKS
@@ -67,7 +68,7 @@ def texts(llm: LLM) -> list[tuple[int, ...]]:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", PARTS)
 def test_no_number_of_a_file_is_rounded(encoding):
     """Random bytes are blocks of any values; scales are finite."""
     kind = GGMLQuantizationType[encoding]
@@ -79,8 +80,8 @@ def test_no_number_of_a_file_is_rounded(encoding):
         scales = (rng.standard_normal(len(raw)) / 50).astype(np.float16)
         scales[:3] = np.float16(3e-7)  # subnormal
         raw[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
-    rows = rows_of(raw.reshape(-1), (6, 4 * inputs), block_bytes, encoding)
-    chosen = BLOCKS[ENCODINGS[encoding].blocks]
+    chosen = BLOCKS[KINDS[encoding][0]]
+    rows = rows_of(raw.reshape(-1), (6, 4 * inputs), block_bytes, encoding, chosen.name, chosen)
     values = restored_rows(rows, chosen, np)
     expected = dequantize(raw.reshape(6, -1), kind)
     chex.assert_trees_all_equal(values.view(np.int32), expected.view(np.int32))
@@ -201,7 +202,9 @@ def test_new_values_are_rounded_or_taken_as_they_are(untied_file):
 
 
 def test_what_cannot_be_stored_is_refused(file, tmp_path, tiny, tiny_folder):
-    with refused(r"llama has no matrix in one of the encodings Q4_0, .*, only F32; leave weight"):
+    with refused(
+        "llama has no matrix whose numbers can be kept, only F32; leave weight_dtype out, or take int8"
+    ):
         load_model(tiny_folder, weight_dtype="stored")
     params = {name: np.asarray(x) for name, x in named(tiny.model.params).items()}
     with refused("weight_dtype is 'stored', and parameters in memory are of no file; give"):

@@ -1,9 +1,10 @@
 """Weights in blocks: each row is bytes, in which a few neighbouring inputs share a scale
 (pallas_kernels/linear/blocks.py).
 
-A GGUF file's matrices are loaded so with `weight_dtype="stored"`. The rounding of floats is that of
-ggml (`quantize_row_q4_0_ref` and its like in ggml-quants.c), so floats that are restored and rounded
-again are the same numbers, up to the order of equal ones.
+Matrices of GGUF files and of quantized checkpoints are loaded so with `weight_dtype="stored"`. The
+rounding of floats to GGUF's formats is that of ggml (`quantize_row_q4_0_ref` and its like in
+ggml-quants.c), so floats that are restored and rounded again are the same numbers, up to the order
+of equal ones.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.device.formats.format import Array, Format
-from pagedjax.device.linear import BLOCKS, Blocks, Matrix, linear
+from pagedjax.device.linear import BLOCKS, Blocks, LowRank, Matrix, Norm, linear
 from pallas_kernels.linear.blocks import Parts, recoded, restored, rows_of_parts
 
-__all__ = ["FORMATS", "ROUNDED", "Parts", "pack", "recoded", "rows_of_parts"]
+__all__ = ["FORMATS", "ORDERED", "ROUNDED", "Parts", "pack", "recoded", "rows_of_parts"]
 
 ROWS = 1024  # that are rounded at a time: their float32 copy has up to eight times the bytes
 
@@ -103,6 +105,71 @@ FORMATS = {
         multiply=multiply,
         rows=rows,
         blocks=blocks,
+    )
+    for name, blocks in BLOCKS.items()
+}
+
+# --- inputs in an order of their own --------------------------------------------------------------
+
+ORDERED = "_ordered"  # ends the name of such a format
+
+
+def pack_ordered(blocks: Blocks, matrix: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Raises ValueError: the order is that of a file."""
+    raise ValueError(
+        f"floats are not rounded to {blocks.name} with an order of inputs (act-order) here; give "
+        "the matrix as it is stored, or load the model without weight_dtype"
+    )
+
+
+def restore_ordered(blocks: Blocks, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    stored_rows, order = arrays
+    weights = restored(np.asarray(stored_rows), blocks, np)
+    inverse = np.argsort(np.asarray(order))
+    return np.ascontiguousarray(weights[:, inverse])
+
+
+def multiply_ordered(
+    x: jax.Array,
+    arrays: Sequence[jax.Array],
+    matrix: Matrix,
+    *,
+    norm: Norm | None = None,
+    low: LowRank | None = None,
+    **options: Any,
+) -> jax.Array:
+    """The product with the inputs of x, of the norm's weight and of the adapters in the order of the
+    matrix. It costs a gather of each.
+    """
+    stored_rows, order = arrays
+    x = _in_order(x, order)
+    if norm is not None:
+        norm = norm._replace(weight=_in_order(norm.weight, order))
+    if low is not None:  # behind the inputs are zeros
+        low = low._replace(a=low.a.at[..., : matrix.inputs].set(_in_order(low.a, order)))
+    return linear(x, stored_rows, matrix, norm=norm, low=low, **options)
+
+
+def _in_order(x: jax.Array, order: jax.Array) -> jax.Array:
+    return jnp.take(x, order, axis=-1, mode="clip")
+
+
+def rows_ordered(
+    weights: jax.Array, arrays: Sequence[jax.Array], ids: jax.Array, dtype: str
+) -> jax.Array:
+    _, order = arrays
+    return _in_order(weights, jnp.argsort(order)).astype(dtype)
+
+
+ORDER = Array("_order", lambda matrix: (matrix.inputs,), "int32", dims=0)
+FORMATS |= {
+    name + ORDERED: FORMATS[name]._replace(
+        arrays=(*FORMATS[name].arrays, ORDER),
+        pack=partial(pack_ordered, blocks),
+        restore=partial(restore_ordered, blocks),
+        multiply=multiply_ordered,
+        rows=rows_ordered,
+        ordered=True,
     )
     for name, blocks in BLOCKS.items()
 }
