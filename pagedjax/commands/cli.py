@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,11 @@ def convert(args: argparse.Namespace) -> int:
         args.target,
         args.to,
         dtype=args.dtype,
+        weights=args.weights,
         model_family=args.model_family,
         shard_bytes=int(args.shard_gb * 1e9),
         progress=sys.stderr.isatty(),
+        report=partial(print, file=sys.stderr),
     )
     print(folder)
     return 0
@@ -316,8 +319,6 @@ def _policies(name: str | None) -> dict[str, Any]:
 
 def _decoder(model: str) -> Any:
     """The function from token ids to text of a model's tokenizer. The weights are not loaded."""
-    from functools import partial
-
     from pagedjax.weights.tokenizer_files import open_tokenizer
 
     return partial(open_tokenizer(model).decode, skip_special_tokens=False)
@@ -476,6 +477,12 @@ def convert_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--to", choices=("orbax", "safetensors"), required=True)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="the default is what is stored"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("int4-g128", "int4-g64", "int4-g32", "int8", "fp8"),
+        help="matrices in fewer bits, rounded without calibration, as compressed-tensors has them "
+        "(safetensors)",
     )
     parser.add_argument(
         "--model-family", metavar="FILE.py:NAME", help="of a model whose family is one of your own"

@@ -19,9 +19,29 @@ import numpy as np
 
 from pagedjax.device.formats.format import Array, Format
 from pagedjax.device.linear import BLOCKS, Blocks, LowRank, Matrix, Norm, linear
-from pallas_kernels.linear.blocks import Parts, recoded, restored, rows_of_parts
+from pallas_kernels.linear.blocks import (
+    DOUBLED,
+    FLOAT8,
+    Parts,
+    recoded,
+    restored,
+    rows_of_parts,
+    weights_of,
+)
 
-__all__ = ["FORMATS", "ORDERED", "ROUNDED", "Parts", "pack", "recoded", "rows_of_parts"]
+__all__ = [
+    "FORMATS",
+    "ORDERED",
+    "ROUNDED",
+    "ROWS",
+    "Parts",
+    "float8",
+    "pack",
+    "recoded",
+    "rows_of_parts",
+    "symmetric",
+    "weights_of",
+]
 
 ROWS = 1024  # that are rounded at a time: their float32 copy has up to eight times the bytes
 
@@ -76,7 +96,91 @@ def _q8_0(cells: np.ndarray) -> Parts:
     return Parts(numbers.astype(np.int8), scales, None)
 
 
-ROUNDED = {"q4_0": _q4_0, "q4_1": _q4_1, "q8_0": _q8_0}
+SHRINKS = np.linspace(0.6, 1, 17, dtype=np.float32)  # of the scale of the largest number
+
+
+def _integers(cells: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """The integers that are nearest to numbers [..., n] / scales [...], float32."""
+    limit = 2 ** (bits - 1)
+    return np.rint(cells * _inverse(scales)[..., None]).clip(-limit, limit - 1)
+
+
+def symmetric(cells: np.ndarray, bits: int, scale_dtype: Any = "float32") -> Parts:
+    """Numbers to the nearest, in 4 or 8 bits with a sign, by the scale of a cell.
+
+    With 8 bits the largest magnitude of a cell becomes 127. With 4 bits the scale is that of SHRINKS
+    times absmax / 7 which has the least squared error: larger numbers are cut, and the others have
+    smaller steps.
+
+    Args:
+        scale_dtype: scales are rounded to it before the numbers are.
+    """
+    largest = np.abs(cells).max(-1)
+    if bits == 8:
+        scales = (largest / np.float32(127)).astype(scale_dtype).astype(np.float32)
+        return Parts(_integers(cells, scales, bits).astype(np.int8), scales, None)
+    scales = np.zeros_like(largest)
+    errors = np.full_like(largest, np.inf)
+    for shrink in SHRINKS:
+        tried = (largest / np.float32(7) * shrink).astype(scale_dtype).astype(np.float32)
+        differences = _integers(cells, tried, bits) * tried[..., None] - cells
+        tried_errors = np.einsum("...n,...n->...", differences, differences)
+        is_better = tried_errors < errors
+        scales = np.where(is_better, tried, scales)
+        errors = np.where(is_better, tried_errors, errors)
+    return Parts(_integers(cells, scales, bits).astype(np.int8), scales, None)
+
+
+def float8(cells: np.ndarray, scale_dtype: Any = "float32") -> Parts:
+    """Numbers to the nearest float8_e4m3fn: the largest magnitude of a cell becomes 448."""
+    largest = np.abs(cells).max(-1)
+    scales = (largest / np.float32(FLOAT8_MAX)).astype(scale_dtype).astype(np.float32)
+    numbers = (cells * _inverse(scales)[..., None]).clip(-FLOAT8_MAX, FLOAT8_MAX)
+    return Parts(numbers.astype(FLOAT8), scales, None)
+
+
+FLOAT8_MAX = 448
+E2M1_MIDDLES = np.array([1, 3, 5, 7, 10, 14, 20], np.float32) / 4  # between neighbouring numbers
+E2M1_EXPONENT = 2  # of the largest number
+
+
+def _mxfp4(cells: np.ndarray) -> Parts:
+    """The power of two follows from the largest magnitude (OCP Microscaling Formats, 2023). Ties go
+    to the smaller number, and what is above 6 becomes 6.
+    """
+    largest = np.abs(cells).max(-1)
+    exponents = np.frexp(largest)[1] - 1 - E2M1_EXPONENT
+    exponents = np.where(largest > 0, exponents, 0).clip(-126, 127)
+    steps = np.ldexp(cells, -exponents[..., None])
+    doubled = np.array(DOUBLED, np.int8)[np.searchsorted(E2M1_MIDDLES, np.abs(steps))]
+    halved = np.ldexp(np.float32(0.5), exponents).astype(np.float32)
+    return Parts(np.where(steps < 0, -doubled, doubled).astype(np.int8), halved, None)
+
+
+def _uint8(cells: np.ndarray) -> Parts:
+    """The smallest number of a block becomes -128, and the largest 127."""
+    smallest = cells.min(-1)
+    scales = (cells.max(-1) - smallest) / np.float32(255)
+    numbers = (
+        np.rint((cells - smallest[..., None]) * _inverse(scales)[..., None]).clip(0, 255) - 128
+    )
+    return Parts(numbers.astype(np.int8), scales, smallest + np.float32(128) * scales)
+
+
+# Formats to which floats are rounded
+ROUNDED = {
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q8_0": _q8_0,
+    "q4_k": _q4_1,
+    "uint4_128": _q4_1,
+    "uint4_64": _q4_1,
+    "uint8_128": _uint8,
+    "mxfp4": _mxfp4,
+    **dict.fromkeys(("int4_128", "int4_64", "int4_32"), partial(symmetric, bits=4)),
+    **dict.fromkeys(("int8_128", "int8_32"), partial(symmetric, bits=8)),
+    **dict.fromkeys(("fp8_128", "fp8_32"), float8),
+}
 
 
 def restore(blocks: Blocks, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -6,6 +6,7 @@ gptq.py                `gptq`, also with act-order
 compressed_tensors.py  `compressed-tensors`: packed integers, int8, float8
 fp8.py                 `fp8`: float8 by tensor, row or block
 mxfp4.py               `mxfp4`: the experts of GPT-OSS
+schemes.py             how `convert` rounds matrices, and writes them for compressed-tensors
 
 Several tensors of a file make a matrix. `joined` puts it in their place, under the name that it has
 in a checkpoint of floats. So all else reads such a checkpoint as another one.
