@@ -773,7 +773,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype",
         choices=(*STORED_FORMATS, AS_STORED),
-        help="matrices in 8 bits, with a scale a row; or as they are stored in a GGUF file",
+        help="matrices in 8 bits, with a scale a row; or as a checkpoint stores them",
     )
     parser.add_argument(
         "--kv-cache-dtype",
