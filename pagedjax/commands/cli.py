@@ -204,12 +204,18 @@ def convert(args: argparse.Namespace) -> int:
     safetensors."""
     from pagedjax.weights.convert import convert as write
 
+    importance = None
+    if args.calibration is not None:
+        from pagedjax.commands import calibration
+
+        importance = calibration.mean_squares(args.model, args.calibration, args.model_family)
     folder = write(
         args.model,
         args.target,
         args.to,
         dtype=args.dtype,
         weights=args.weights,
+        importance=importance,
         model_family=args.model_family,
         shard_bytes=int(args.shard_gb * 1e9),
         progress=sys.stderr.isatty(),
@@ -483,6 +489,12 @@ def convert_parser(commands: argparse._SubParsersAction) -> None:
         choices=("int4-g128", "int4-g64", "int4-g32", "int8", "fp8"),
         help="matrices in fewer bits, rounded without calibration, as compressed-tensors has them "
         "(safetensors)",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE.txt",
+        help="a text; with int4, errors count by the sizes of the activations that it causes",
     )
     parser.add_argument(
         "--model-family", metavar="FILE.py:NAME", help="of a model whose family is one of your own"

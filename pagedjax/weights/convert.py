@@ -65,6 +65,7 @@ def convert(
     *,
     dtype: DType | None = None,
     weights: WeightScheme | None = None,
+    importance: Mapping[str, np.ndarray] | None = None,
     model_family: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
@@ -84,6 +85,9 @@ def convert(
         weights: how matrices are rounded, one of `schemes.SCHEMES`, for "safetensors". The layout is
             that of compressed-tensors. Embeddings, heads, routers and tensors of stacked experts
             stay in `dtype`, and scales are in it.
+        importance: by the name of a parameter, the mean squares [in] of the inputs of its matrix,
+            with which squared errors count in the search of scales, for 4 bits. Other matrices have
+            equal inputs.
         model_family: how the model is read, as in `EngineConfig`.
         shard_bytes: largest data size of one safetensors file; a larger parameter has its own file.
         report: gets a text that says how much the rounding of `weights` changed.
@@ -102,6 +106,11 @@ def convert(
             f"weights is {weights!r} and to is {to!r}; matrices in fewer bits are written as "
             "safetensors"
         )
+    if importance is not None and not (weights or "").startswith("int4"):
+        raise ValueError(
+            f"importance is given, and weights is {weights!r}; it chooses the scales of 4 bits: use "
+            "int4-g128, int4-g64 or int4-g32, or leave it out"
+        )
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     target = Path(target).expanduser().absolute()
@@ -118,7 +127,9 @@ def convert(
         check_table(checkpoint, table, family.ignored)
     table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
     dtype = dtype or stored_dtype(checkpoint, table)
-    rounding = Rounding(SCHEMES[weights], table, config, dtype) if weights else None
+    rounding = None
+    if weights:
+        rounding = Rounding(SCHEMES[weights], table, config, dtype, importance or {})
     with (
         complete_folder(target) as folder,
         tqdm(total=len(table), disable=not progress, leave=False) as bar,
@@ -283,12 +294,18 @@ class Rounding:
     """Groups of tensors whose matrices are rounded when they are read."""
 
     def __init__(
-        self, scheme: Scheme, table: Sequence[ParamSource], config: DecoderConfig, dtype: str
+        self,
+        scheme: Scheme,
+        table: Sequence[ParamSource],
+        config: DecoderConfig,
+        dtype: str,
+        importance: Mapping[str, np.ndarray],
     ) -> None:
         """Raises ValueError for a matrix whose inputs are not whole groups."""
         self.scheme = scheme
         self.dtype = dtype
         self.written: dict[str, list[Written]] = {}
+        self.importance: dict[str, np.ndarray | None] = {}
         self.error = 0.0
         self.size = 0.0
         floats = []
@@ -300,6 +317,7 @@ class Rounding:
                 if is_product and not entry.transpose and name.endswith(".weight"):
                     shape = rows, entry.shape[1]
                     self.written[name] = tensors_of(scheme, name, shape, dtype)
+                    self.importance[name] = importance.get(".".join(entry.path))
                 else:
                     floats.append(name.removesuffix(".weight"))
         self.config = config_of(scheme, floats)
@@ -317,7 +335,7 @@ class Rounding:
                 if name not in self.written:
                     yield values.astype(np_dtype(floats.dtype), copy=False)
                     continue
-                result = rounded(self.scheme, values, self.dtype)
+                result = rounded(self.scheme, values, self.dtype, self.importance[name])
                 self.error += result.error
                 self.size += result.size
                 yield from result.arrays

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.commands import calibration
 from pagedjax.commands.cli import main
 from pagedjax.device.formats.blocks import FORMATS, ROUNDED
 from pagedjax.device.linear import BLOCKS
@@ -177,3 +178,51 @@ def test_compressed_tensors_reads_the_same_weights(name, source, tmp_path):
     weights = {key: x.detach().numpy() for key, x in theirs.state_dict().items()}
     for key, tensor in open_checkpoint(target).tensors.items():
         chex.assert_trees_all_equal(weights[key], tensor.read())
+
+
+# --- scales by the activations of a text ----------------------------------------------------------
+
+
+def test_mean_squares_are_those_of_the_inputs_of_matrices(source, tmp_path):
+    """Those of the first layer are the norm of the embeddings, over each token of the text once."""
+    file = tmp_path / "text.txt"
+    file.write_text("the cat hears the rain in the house; " * 40)
+    squares = calibration.mean_squares(str(source), file)
+    loaded = load_model(source)
+    tokens = np.array(loaded.tokenizer.encode(file.read_text()))
+    tensors = {n: x.astype(np.float64) for n, x in load_file(source / "model.safetensors").items()}
+    x = tensors["model.embed_tokens.weight"][tokens]
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    x = x * tensors["model.layers.0.input_layernorm.weight"]
+    expected = (x**2).mean(0)
+    chex.assert_trees_all_close(
+        squares["blocks.0.attn.qkv.weight"].astype(np.float64), expected, rtol=1e-5
+    )
+    layers = {f"blocks.{i}.{part}.weight" for i in (0, 1) for part in PARTS}
+    assert squares.keys() >= layers
+    assert squares["blocks.1.mlp.down.weight"].shape == (256,)
+
+
+PARTS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+
+
+def test_errors_of_important_inputs_are_smaller(source, tmp_path):
+    """The error that counts is that of the importance, in each group."""
+    sizes = np.random.default_rng(0).exponential(size=256)
+    importance = {"blocks.0.mlp.down.weight": (sizes**4).astype(np.float32)}
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights = load_file(source / "model.safetensors")[name]
+    errors = []
+    for kind, given in (("plain", None), ("weighed", importance)):
+        target = convert(
+            source, tmp_path / kind, "safetensors", weights="int4-g32", importance=given
+        )
+        values = open_checkpoint(target).tensors[name].read().astype(np.float64)
+        counted = (values - weights) ** 2 * importance["blocks.0.mlp.down.weight"]
+        errors.append(counted.reshape(len(weights), -1, 32).sum(-1))
+    assert (errors[1] <= errors[0] * (1 + 1e-5)).all()
+    assert errors[1].sum() < 0.97 * errors[0].sum()
+    with refused(
+        "importance is given, and weights is 'int8'; it chooses the scales of 4 bits: use"
+    ):
+        convert(source, tmp_path / "8", "safetensors", weights="int8", importance=importance)

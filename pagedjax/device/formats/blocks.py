@@ -105,7 +105,12 @@ def _integers(cells: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     return np.rint(cells * _inverse(scales)[..., None]).clip(-limit, limit - 1)
 
 
-def symmetric(cells: np.ndarray, bits: int, scale_dtype: Any = "float32") -> Parts:
+def symmetric(
+    cells: np.ndarray,
+    bits: int,
+    scale_dtype: Any = "float32",
+    importance: np.ndarray | None = None,
+) -> Parts:
     """Numbers to the nearest, in 4 or 8 bits with a sign, by the scale of a cell.
 
     With 8 bits the largest magnitude of a cell becomes 127. With 4 bits the scale is that of SHRINKS
@@ -114,8 +119,11 @@ def symmetric(cells: np.ndarray, bits: int, scale_dtype: Any = "float32") -> Par
 
     Args:
         scale_dtype: scales are rounded to it before the numbers are.
+        importance: what the squared error of a number is multiplied by, in the search of a scale of 4
+            bits; None: all are equal.
     """
     largest = np.abs(cells).max(-1)
+    roots = None if importance is None else np.sqrt(importance)
     if bits == 8:
         scales = (largest / np.float32(127)).astype(scale_dtype).astype(np.float32)
         return Parts(_integers(cells, scales, bits).astype(np.int8), scales, None)
@@ -124,6 +132,8 @@ def symmetric(cells: np.ndarray, bits: int, scale_dtype: Any = "float32") -> Par
     for shrink in SHRINKS:
         tried = (largest / np.float32(7) * shrink).astype(scale_dtype).astype(np.float32)
         differences = _integers(cells, tried, bits) * tried[..., None] - cells
+        if roots is not None:
+            differences *= roots
         tried_errors = np.einsum("...n,...n->...", differences, differences)
         is_better = tried_errors < errors
         scales = np.where(is_better, tried, scales)

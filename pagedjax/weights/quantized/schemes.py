@@ -5,8 +5,9 @@ compressed-tensors, which other engines read.
     int8       8 bits with a sign, a scale for each output
     fp8        float8_e4m3fn, a scale for each output
 
-Nothing is calibrated. Numbers are rounded to the nearest, and with 4 bits the scale of a group is the
-one of a few with the least squared error (device/formats/blocks.py).
+Numbers are rounded to the nearest, and with 4 bits the scale of a group is the one of a few with the
+least squared error (device/formats/blocks.py). Nothing is calibrated, unless the importance of inputs
+is given: then an error counts by the mean square of the input that it is multiplied with.
 """
 
 from __future__ import annotations
@@ -116,8 +117,17 @@ def tensors_of(scheme: Scheme, name: str, shape: tuple[int, int], dtype: str) ->
     return [Written(name, shape, numbers), scales]
 
 
-def rounded(scheme: Scheme, weights: np.ndarray, dtype: str) -> Rounded:
-    """Rounds a matrix [out, in] of float32. dtype: of scales."""
+def rounded(
+    scheme: Scheme, weights: np.ndarray, dtype: str, importance: np.ndarray | None = None
+) -> Rounded:
+    """Rounds a matrix [out, in] of float32.
+
+    Args:
+        dtype: of scales.
+        importance: of the inputs, [in], for 4 bits; None: all are equal.
+    """
+    group = scheme.group or weights.shape[1]
+    of_cells = None if importance is None else importance.reshape(-1, group)
     numbers = []
     scales = []
     error = 0.0
@@ -125,11 +135,11 @@ def rounded(scheme: Scheme, weights: np.ndarray, dtype: str) -> Rounded:
     scale_dtype = np_dtype(dtype)
     for start in range(0, len(weights), ROWS):
         rows = weights[start : start + ROWS]
-        cells = rows.reshape(len(rows), -1, scheme.group or rows.shape[1])
+        cells = rows.reshape(len(rows), -1, group)
         if scheme.kind == "float":
             parts = float8(cells, scale_dtype)
         else:
-            parts = symmetric(cells, scheme.bits, scale_dtype)
+            parts = symmetric(cells, scheme.bits, scale_dtype, of_cells)
         differences = weights_of(parts) - rows
         error += float(np.vdot(differences, differences))
         size += float(np.vdot(rows, rows))
