@@ -15,7 +15,8 @@ other rows are compared with the first one:
 If a row has another dtype than the first one, the rounding of its dtype makes differences, too. In
 the row "quest", prompts read everything, so its perplexity is that of the first row, and greedy
 tokens differ; in "quest, prompts too" all queries select. `--kv-policy JSON` adds a row with a KV
-policy of your own, such as '{"name": "quest", "tokens": 128}'.
+policy of your own, such as '{"name": "quest", "tokens": 128}'. `--quantized FOLDER` adds a row with
+another checkpoint of the same model, in its own bits, such as `pagedjax convert --weights` writes.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def compare(
         "token_buckets": (BATCH, 512),
         "num_blocks": BATCH * -(-longest // 16),
     }
-    engines = [LLM(model, **(options | dict(variants[name]))) for name in names]
+    engines = [LLM(**({"model": model} | options | dict(variants[name]))) for name in names]
     windows = windows_of(engines[0], count, length)
     readings = [continue_windows(llm, windows) for llm in engines]
     times = decode_seconds(engines, windows, steps)
@@ -251,13 +252,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="JSON",
         help="one more row, by its KV policy",
     )
+    parser.add_argument(
+        "--quantized",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="one more row: a quantized checkpoint of the model",
+    )
     args = parser.parse_args(argv)
     if args.windows < 1 or args.steps < 1 or args.length < 2:
         parser.error("--windows and --steps must be at least 1, and --length at least 2")
     try:
         policies = {json.dumps(policy): {"kv_policy": policy} for policy in args.kv_policy}
-        names = [*args.variants, *policies]
-        variants = VARIANTS | policies
+        folders = {name: {"model": name, "weight_dtype": "stored"} for name in args.quantized}
+        names = [*args.variants, *policies, *folders]
+        variants = VARIANTS | policies | folders
         rows = compare(
             args.model, args.dtype, args.windows, args.length, args.steps, names, variants
         )

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +204,22 @@ def convert(args: argparse.Namespace) -> int:
     safetensors."""
     from pagedjax.weights.convert import convert as write
 
+    importance = None
+    if args.calibration is not None:
+        from pagedjax.commands import calibration
+
+        importance = calibration.mean_squares(args.model, args.calibration, args.model_family)
     folder = write(
         args.model,
         args.target,
         args.to,
         dtype=args.dtype,
+        weights=args.weights,
+        importance=importance,
         model_family=args.model_family,
         shard_bytes=int(args.shard_gb * 1e9),
         progress=sys.stderr.isatty(),
+        report=partial(print, file=sys.stderr),
     )
     print(folder)
     return 0
@@ -316,8 +325,6 @@ def _policies(name: str | None) -> dict[str, Any]:
 
 def _decoder(model: str) -> Any:
     """The function from token ids to text of a model's tokenizer. The weights are not loaded."""
-    from functools import partial
-
     from pagedjax.weights.tokenizer_files import open_tokenizer
 
     return partial(open_tokenizer(model).decode, skip_special_tokens=False)
@@ -476,6 +483,18 @@ def convert_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--to", choices=("orbax", "safetensors"), required=True)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="the default is what is stored"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("int4-g128", "int4-g64", "int4-g32", "int8", "fp8"),
+        help="matrices in fewer bits, rounded without calibration, as compressed-tensors has them "
+        "(safetensors)",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE.txt",
+        help="a text; with int4, errors count by the sizes of the activations that it causes",
     )
     parser.add_argument(
         "--model-family", metavar="FILE.py:NAME", help="of a model whose family is one of your own"
@@ -766,7 +785,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype",
         choices=(*STORED_FORMATS, AS_STORED),
-        help="matrices in 8 bits, with a scale a row; or as they are stored in a GGUF file",
+        help="matrices in 8 bits, with a scale a row; or as a checkpoint stores them",
     )
     parser.add_argument(
         "--kv-cache-dtype",

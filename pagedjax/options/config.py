@@ -39,7 +39,7 @@ from pagedjax.options.own_names import (
 DType = Literal["float32", "bfloat16", "float16"]
 # Formats of matrices beside the dtypes: where each `Format` is (pagedjax/device/formats)
 STORED_FORMATS = {"int8": "pagedjax.device.formats.int8:FORMAT"}
-AS_STORED = "stored"  # the `weight_dtype` of matrices that stay as they are in a GGUF file
+AS_STORED = "stored"  # the `weight_dtype` of matrices that stay as they are in a file
 if TYPE_CHECKING:
     WeightDType = str  # a type checker takes no Literal that is computed
 else:  # and the command line reads its choices from one
@@ -364,7 +364,8 @@ class EngineConfig:
     swap_space_gib: host memory for the blocks of sequences that gave theirs up, in GiB; 0 is none.
     dtype: of weights and activations; None is float32 on a CPU and bfloat16 elsewhere.
     weight_dtype: of matrices; None is dtype. "int8" is 8 bits and a scale for each output. "stored"
-        leaves the matrices of a GGUF file in its 4 to 8 bits, with a scale for a few inputs.
+        leaves the matrices of a quantized checkpoint in its 4 to 8 bits, with a scale for some
+        inputs.
     kv_cache_dtype: of the keys and values that the cache keeps; None is dtype. "float8_e4m3fn"
         holds four times as many tokens as float32 and twice as many as bfloat16, to 3 bits of
         mantissa and without scales: nothing above 448.

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagedjax.weights import gguf_architectures
+from pagedjax.weights import gguf_architectures, quantized
 from pagedjax.weights.gguf_architectures import CAPS, GGUF
 
 if TYPE_CHECKING:
@@ -594,13 +594,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-# by the method of a quantisation, where to find a model without it
-REMEDIES = {
-    "mxfp4": "use a copy in bfloat16: transformers writes one, if it loads the model with "
-    "Mxfp4Config(dequantize=True) and saves it",
-}
-
-
 def _check_read(
     config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
 ) -> None:
@@ -671,9 +664,7 @@ def _normalised(
     config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
 ) -> dict[str, Any]:
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        remedy = REMEDIES.get(method, "use the unquantised model or a GGUF file")
-        raise ValueError(f"{source}: {method!r} quantisation is not supported; {remedy}")
+        quantized.check(config["quantization_config"], source)
 
     result = {architecture.renamed.get(key, key): value for key, value in config.items()}
     rope = {**(result.pop("rope_parameters", None) or {})}

@@ -7,12 +7,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from pagedjax.device.linear import Blocks
     from pagedjax.weights.architectures import Family
+
+
+class Rows(NamedTuple):
+    """How the numbers of a matrix are read as they are, as rows of blocks (pallas_kernels/linear).
+
+    kind: of the numbers, a name of `stored_rows.KINDS`.
+    group: how many inputs share a scale.
+    load: (blocks) -> uint8 [out, bytes]: rows in a format that holds such numbers.
+    order: reads the inputs [in] int32 in the order in which rows have them; None: as they are.
+    """
+
+    kind: str
+    group: int
+    load: Callable[[Blocks], np.ndarray]
+    order: Callable[[], np.ndarray | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -21,8 +37,8 @@ class Tensor:
 
     dtype: of the values that `read` gives; float32 if they are quantised on disk.
     encoding: the format on disk.
-    load_blocks: reads a matrix as rows of its format of blocks, uint8 [out, bytes], if that is one
-        of `gguf_blocks.ENCODINGS`; None: it is not in blocks.
+    rows: of a matrix whose numbers can be kept as they are. Those of stacked matrices are [out, in]
+        each, and follow each other.
     """
 
     name: str
@@ -31,7 +47,7 @@ class Tensor:
     file: Path
     encoding: str
     load: Callable[[], np.ndarray] = field(repr=False)
-    load_blocks: Callable[[], np.ndarray] | None = field(default=None, repr=False)
+    rows: Rows | None = field(default=None, repr=False)
 
     def read(self) -> np.ndarray:
         """Read the values from the file: a new array of `shape` and `dtype`, to which nothing else
@@ -55,6 +71,7 @@ class Checkpoint:
         "blocks.0.attn.qkv.weight".
     metadata: the key-value pairs of a GGUF file; empty for a directory.
     family: the user's own family with which it was opened; None: a built-in one.
+    spare: names of tensors that change nothing, which a model need not have.
     """
 
     path: Path
@@ -64,6 +81,7 @@ class Checkpoint:
     generation_config: dict[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     family: Family | None = field(default=None, repr=False)
+    spare: frozenset[str] = frozenset()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
     convert("org/name", "folder", "orbax")        the parameters of this project, for devices of any layout
     convert("folder", "other", "safetensors")     Hugging Face's names, for other programs
+    convert("folder", "other", "safetensors", weights="int4-g128")    matrices in fewer bits
 
 The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's
 files.
@@ -21,11 +22,13 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from pagedjax.device.formats import is_stored
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.families import family_of, own_family
+from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.load import (
     OWN_BUFFERS,
     assemble,
@@ -35,6 +38,15 @@ from pagedjax.weights.load import (
     table_of,
 )
 from pagedjax.weights.locate import open_checkpoint
+from pagedjax.weights.quantized.schemes import (
+    SCHEMES,
+    Scheme,
+    WeightScheme,
+    Written,
+    config_of,
+    rounded,
+    tensors_of,
+)
 from pagedjax.weights.safetensors_file import Group, write_shards
 from pagedjax.weights.tree import dtype_of, nested
 
@@ -59,9 +71,12 @@ def convert(
     to: Format,
     *,
     dtype: DType | None = None,
+    weights: WeightScheme | None = None,
+    importance: Mapping[str, np.ndarray] | None = None,
     model_family: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> Path:
     """Write a model to the new folder `target`, and return it. The folder appears only when it is
     complete.
@@ -74,16 +89,35 @@ def convert(
         dtype: of the written values, which are rounded once. None keeps the stored dtype. It uses
             float32 if tensors have different dtypes, or a dtype that models here cannot have (a
             quantised GGUF file).
+        weights: how matrices are rounded, one of `schemes.SCHEMES`, for "safetensors". The layout is
+            that of compressed-tensors. Embeddings, heads, routers and tensors of stacked experts
+            stay in `dtype`, and scales are in it.
+        importance: by the name of a parameter, the mean squares [in] of the inputs of its matrix,
+            with which squared errors count in the search of scales, for 4 bits. Other matrices have
+            equal inputs.
         model_family: how the model is read, as in `EngineConfig`.
         shard_bytes: largest data size of one safetensors file; a larger parameter has its own file.
+        report: gets a text that says how much the rounding of `weights` changed.
 
     Raises:
         ValueError: `target` exists and is not empty, the checkpoint does not fit its config (lists
-            all differences), or transformers cannot represent the model as safetensors.
+            all differences), transformers cannot represent the model as safetensors, or `weights`
+            does not fit the format or the sizes of the model.
         FileNotFoundError: as in `open_checkpoint`.
     """
     one_of("to", to, get_args(Format))
     one_of("dtype", dtype, (None, *get_args(DType)))
+    one_of("weights", weights, (None, *SCHEMES))
+    if weights is not None and to != "safetensors":
+        raise ValueError(
+            f"weights is {weights!r} and to is {to!r}; matrices in fewer bits are written as "
+            "safetensors"
+        )
+    if importance is not None and not (weights or "").startswith("int4"):
+        raise ValueError(
+            f"importance is given, and weights is {weights!r}; it chooses the scales of 4 bits: use "
+            "int4-g128, int4-g64 or int4-g32, or leave it out"
+        )
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     target = Path(target).expanduser().absolute()
@@ -101,12 +135,15 @@ def convert(
         check_table(checkpoint, table, family.ignored)
     table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
     dtype = dtype or stored_dtype(checkpoint, table)
+    rounding = None
+    if weights:
+        rounding = Rounding(SCHEMES[weights], table, config, dtype, importance or {})
     with (
         complete_folder(target) as folder,
         tqdm(total=len(table), disable=not progress, leave=False) as bar,
     ):
-        write_side_files(checkpoint, folder, dtype)
-        read = reader(checkpoint, table, dtype)
+        write_side_files(checkpoint, folder, dtype, rounding and rounding.config)
+        read = reader(checkpoint, table, "float32" if rounding else dtype)
 
         def read_and_count(entry: ParamSource) -> np.ndarray:
             bar.update()
@@ -124,7 +161,11 @@ def convert(
             groups = [
                 group(entry, rows_of(entry, config), read_and_count, dtype) for entry in table
             ]
+            if rounding:
+                groups = [rounding.group(x) for x in groups]
             write_shards(folder, groups, shard_bytes)
+    if rounding and report:
+        report(str(rounding))
     return target
 
 
@@ -254,6 +295,71 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read, dtype: str) -> Gr
     return Group(shapes, parts, dtype_of(entry.path, dtype))
 
 
+# --- matrices in fewer bits -----------------------------------------------------------------------
+
+
+class Rounding:
+    """Groups of tensors whose matrices are rounded when they are read."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        table: Sequence[ParamSource],
+        config: DecoderConfig,
+        dtype: str,
+        importance: Mapping[str, np.ndarray],
+    ) -> None:
+        """Raises ValueError for a matrix whose inputs are not whole groups."""
+        self.scheme = scheme
+        self.dtype = dtype
+        self.written: dict[str, list[Written]] = {}
+        self.importance: dict[str, np.ndarray | None] = {}
+        self.error = 0.0
+        self.size = 0.0
+        floats = []
+        for entry in table:
+            if len(entry.shape) != 2 or entry.stacked:
+                continue
+            is_product = is_stored(entry.path, entry.shape) and entry.path[0] == "blocks"
+            for name, rows in zip(entry.sources, rows_of(entry, config), strict=True):
+                if is_product and not entry.transpose and name.endswith(".weight"):
+                    shape = rows, entry.shape[1]
+                    self.written[name] = tensors_of(scheme, name, shape, dtype)
+                    self.importance[name] = importance.get(".".join(entry.path))
+                else:
+                    floats.append(name.removesuffix(".weight"))
+        self.config = config_of(scheme, floats)
+
+    def group(self, floats: Group) -> Group:
+        """The group of tensors that another one becomes, which has float32 numbers."""
+        tensors = [
+            written
+            for name, shape in floats.shapes.items()
+            for written in self.written.get(name, [Written(name, shape, floats.dtype)])
+        ]
+
+        def read() -> Iterator[np.ndarray]:
+            for name, values in zip(floats.shapes, floats.read(), strict=True):
+                if name not in self.written:
+                    yield values.astype(np_dtype(floats.dtype), copy=False)
+                    continue
+                result = rounded(self.scheme, values, self.dtype, self.importance[name])
+                self.error += result.error
+                self.size += result.size
+                yield from result.arrays
+
+        dtypes = {written.name: written.dtype for written in tensors}
+        return Group({x.name: x.shape for x in tensors}, read, floats.dtype, dtypes)
+
+    def __str__(self) -> str:
+        """How much rounding changed: the root of the relative squared error of all matrices."""
+        share = (self.error / self.size) ** 0.5 if self.size else 0.0
+        return (
+            f"{len(self.written)} matrices were rounded; the root mean square of what changed is "
+            f"{100 * share:.2f} % of that of the weights"
+        )
+
+
 # --- other files ----------------------------------------------------------------------------------
 
 
@@ -275,8 +381,17 @@ def check_shared(checkpoint: Checkpoint) -> None:
         )
 
 
-def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files."""
+def write_side_files(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: str,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files.
+
+    Args:
+        quantization: the `quantization_config`, if matrices are in fewer bits.
+    """
     renamed = family_of(checkpoint).architecture.renamed
     original = {usual_key: key for key, usual_key in renamed.items()}
     config = {
@@ -287,6 +402,8 @@ def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
         full = {"rope_type": "default", "rope_theta": theta, **(config["rope_scaling"] or {})}
         sliding = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"] or theta}
         config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+    if quantization:
+        config["quantization_config"] = quantization
     write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     if checkpoint.generation_config:
         write_json(folder / "generation_config.json", checkpoint.generation_config)

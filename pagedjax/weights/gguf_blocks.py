@@ -7,28 +7,12 @@ The layouts are those of llama.cpp's ggml-common.h (`block_q4_0` and its like) a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from pagedjax.device.formats import is_stored
 from pagedjax.device.formats.blocks import Parts, recoded, rows_of_parts
-from pagedjax.device.linear import BLOCKS
-from pagedjax.device.models.param_table import ParamSource
-from pagedjax.weights.checkpoint import Checkpoint, Tensor
-
-
-class Encoding(NamedTuple):
-    """An encoding of GGUF.
-
-    blocks: the name of the format that holds its numbers.
-    parts: (blocks of the file, [n, bytes]) -> their numbers [n, cells, inputs of a cell], scales
-        and offsets [n, cells]. A cell is a block of the format.
-    """
-
-    blocks: str
-    parts: Callable[[np.ndarray], Parts]
+from pagedjax.device.linear import BLOCKS, Blocks
 
 
 def _float16(cells: np.ndarray, start: int) -> np.ndarray:
@@ -110,81 +94,44 @@ def _q6_k(cells: np.ndarray) -> Parts:
     return _parts(numbers, _float16(cells, 208) * factors)
 
 
-ENCODINGS = {
-    "Q4_0": Encoding("q4_0", _q4_0),
-    "Q4_1": Encoding("q4_1", _q4_1),
-    "Q5_0": Encoding("q8_0", _q5_0),
-    "Q5_1": Encoding("q5_k", _q5_1),
-    "Q8_0": Encoding("q8_0", _q8_0),
-    "Q4_K": Encoding("q4_k", _q4_k),
-    "Q5_K": Encoding("q5_k", _q5_k),
-    "Q6_K": Encoding("q6_k", _q6_k),
+# (blocks of the file, [n, bytes]) -> their numbers [n, cells, inputs of a cell], scales and offsets
+# [n, cells]. A cell is a block of the encoding's kind (`gguf_file.KINDS`).
+PARTS = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
 # Bytes of a file's blocks that become another format at once
 PIECE = 2**20
 
 
-def rows_of(raw: np.ndarray, shape: Sequence[int], block_bytes: int, encoding: str) -> np.ndarray:
-    """The bytes of a tensor [out, in], as rows of the encoding's format: uint8 [out, bytes].
+def rows_of(
+    raw: np.ndarray,
+    shape: Sequence[int],
+    block_bytes: int,
+    encoding: str,
+    kind: str,
+    blocks: Blocks,
+) -> np.ndarray:
+    """The bytes of a tensor [out, in], as rows of blocks: uint8 [out, bytes].
 
     Args:
         raw: the bytes of the file.
         block_bytes: of a block of the file.
+        kind: of the encoding's numbers, as in `gguf_file.KINDS`.
+        blocks: a format that holds the encoding's numbers.
     """
-    blocks = BLOCKS[ENCODINGS[encoding].blocks]
+    own = BLOCKS[kind]
     cells = raw.reshape(-1, block_bytes)
-    rows = np.empty((shape[0], blocks.row_bytes(shape[1])), np.uint8)
+    rows = np.empty((shape[0], own.row_bytes(shape[1])), np.uint8)
     out = rows.reshape(len(cells), -1)
     step = PIECE // block_bytes
     for start in range(0, len(cells), step):
-        parts = ENCODINGS[encoding].parts(cells[start : start + step])
-        out[start : start + step] = rows_of_parts(parts, blocks, np)
-    return rows
-
-
-def formats_of(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> tuple[tuple[str, str], ...]:
-    """The formats of matrices whose numbers are kept, by the names of their parameters. A parameter
-    of several tensors has the smallest format that holds all of them.
-
-    Raises:
-        ValueError: there are none.
-    """
-    names = {
-        ".".join(entry.path): format_name
-        for entry in table
-        if (format_name := _format_of(checkpoint.tensors, entry)) is not None
-    }
-    if not names:
-        encodings = sorted({tensor.encoding for tensor in checkpoint.tensors.values()})
-        raise ValueError(
-            f"weight_dtype is 'stored', and {checkpoint.path} has no matrix in one of the encodings "
-            f"{', '.join(ENCODINGS)} of a GGUF file, only {', '.join(encodings)}; leave "
-            "weight_dtype out"
-        )
-    return tuple(names.items())
-
-
-def _format_of(tensors: Mapping[str, Tensor], entry: ParamSource) -> str | None:
-    sources = [tensors[name] for name in entry.sources if name in tensors]
-    if not sources or entry.transpose or not is_stored(entry.path, entry.shape):
-        return None
-    if any(t.load_blocks is None or t.encoding not in ENCODINGS for t in sources):
-        return None
-    formats = [BLOCKS[ENCODINGS[tensor.encoding].blocks] for tensor in sources]
-    holding = [
-        blocks for blocks in BLOCKS.values() if all(blocks.holds(other) for other in formats)
-    ]
-    return min(holding, key=lambda blocks: blocks.row_bytes(entry.shape[1])).name
-
-
-def assembled(tensors: Mapping[str, Tensor], entry: ParamSource, format_name: str) -> np.ndarray:
-    """The rows [out, bytes] of a matrix in a format that `formats_of` gave it."""
-    blocks = BLOCKS[format_name]
-    parts = []
-    for name in entry.sources:
-        tensor = tensors[name]
-        assert tensor.load_blocks is not None, "`formats_of` names no other ones"
-        own = BLOCKS[ENCODINGS[tensor.encoding].blocks]
-        parts.append(recoded(tensor.load_blocks(), own, blocks, np))
-    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return rows[np.asarray(entry.order)] if entry.order else rows
+        parts = PARTS[encoding](cells[start : start + step])
+        out[start : start + step] = rows_of_parts(parts, own, np)
+    return recoded(rows, own, blocks, np)

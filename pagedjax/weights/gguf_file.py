@@ -16,11 +16,14 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pagedjax.weights.checkpoint import Tensor
+from pagedjax.weights.checkpoint import Rows, Tensor
+
+if TYPE_CHECKING:
+    from pagedjax.device.linear import Blocks
 
 VERSIONS = (2, 3)
 # the numbers of value types; a scalar with its code in the module struct
@@ -41,6 +44,18 @@ SCALARS = {
 }
 # Levels of nested arrays. No writer nests them, but the bytes of a damaged file may look so.
 MAX_DEPTH = 4
+# Encodings whose numbers can be kept: (the kind of numbers, how many share a scale), as in `Rows`.
+# gguf_blocks.py reads them.
+KINDS = {
+    "Q4_0": ("q4_0", 32),
+    "Q4_1": ("q4_1", 32),
+    "Q5_0": ("q8_0", 32),
+    "Q5_1": ("q5_k", 32),
+    "Q8_0": ("q8_0", 32),
+    "Q4_K": ("q4_k", 32),
+    "Q5_K": ("q5_k", 32),
+    "Q6_K": ("q6_k", 16),
+}
 # Values that are dequantised at once. They fit into the cache of a core.
 PIECE = 2**16
 
@@ -293,12 +308,11 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
             f"{begin} to {begin + size}, the file has {file_size}; fetch it again"
         )
     load = partial(_read, path, entry.name, entry.shape, encoding, begin, size)
-    load_blocks = None
-    if per_block > 1 and len(entry.shape) == 2:
-        load_blocks = partial(_read_rows, path, entry.name, entry.shape, encoding, begin, size)
-    return Tensor(
-        entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load, load_blocks
-    )
+    rows = None
+    if len(entry.shape) == 2 and encoding.name in KINDS:
+        load_rows = partial(_read_rows, path, entry.name, entry.shape, encoding, begin, size)
+        rows = Rows(*KINDS[encoding.name], load_rows)
+    return Tensor(entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load, rows)
 
 
 def _bytes_at(path: Path, name: str, begin: int, size: int) -> np.ndarray:
@@ -312,15 +326,23 @@ def _bytes_at(path: Path, name: str, begin: int, size: int) -> np.ndarray:
 
 
 def _read_rows(
-    path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: int, size: int
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    encoding: Any,
+    begin: int,
+    size: int,
+    blocks: Blocks,
 ) -> np.ndarray:
-    """The rows of a matrix in blocks: uint8 [out, bytes]. It has one of `gguf_blocks.ENCODINGS`."""
+    """The rows of a matrix in blocks: uint8 [out, bytes]."""
     from gguf.constants import GGML_QUANT_SIZES
 
     from pagedjax.weights.gguf_blocks import rows_of
 
     _, block_bytes = GGML_QUANT_SIZES[encoding]
-    return rows_of(_bytes_at(path, name, begin, size), shape, block_bytes, encoding.name)
+    raw = _bytes_at(path, name, begin, size)
+    kind = KINDS[encoding.name][0]
+    return rows_of(raw, shape, block_bytes, encoding.name, kind, blocks)
 
 
 def _read(
@@ -370,5 +392,8 @@ def with_name(
                 f"{error}"
             ) from error
 
-    load_blocks = tensor.load_blocks and partial(read, tensor.load_blocks)
-    return replace(tensor, name=name, load=partial(read, tensor.load), load_blocks=load_blocks)
+    rows = tensor.rows
+    if rows is not None:
+        load_rows = rows.load
+        rows = rows._replace(load=lambda blocks: read(partial(load_rows, blocks)))
+    return replace(tensor, name=name, load=partial(read, tensor.load), rows=rows)

@@ -22,6 +22,7 @@ from pagedjax.weights.architectures import (
     renamed_start,
 )
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
+from pagedjax.weights.quantized import joined, zero_biases
 
 if TYPE_CHECKING:
     from pagedjax.weights.architectures import Family
@@ -37,6 +38,7 @@ DTYPES = {
     "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
     "I8": "int8",
     "I16": "int16",
     "I32": "int32",
@@ -78,7 +80,14 @@ def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
             key if key.startswith("lm_head.") else f"model.{key}": tensor
             for key, tensor in tensors.items()
         }
-    return Checkpoint(path, "huggingface", config, tensors, generation_config, family=family)
+    quantization = config.pop("quantization_config", None)
+    spare = frozenset()
+    if quantization:
+        tensors = joined(tensors, quantization)
+        spare = zero_biases(tensors)
+    return Checkpoint(
+        path, "huggingface", config, tensors, generation_config, family=family, spare=spare
+    )
 
 
 def text_tensors(tensors: Mapping[str, Tensor], path: Path, model_type: str) -> dict[str, Tensor]:

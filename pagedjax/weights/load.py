@@ -18,8 +18,8 @@ from pagedjax.device.formats import Stored, is_stored, packed_matrices
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.options.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
-from pagedjax.weights.gguf_blocks import assembled
 from pagedjax.weights.huggingface import np_dtype
+from pagedjax.weights.stored_rows import assembled
 from pagedjax.weights.tree import dtype_of, is_float, named, nested
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def load_params(
     Args:
         stored: the format (device/formats) in which matrices are packed, from the values of the
             checkpoint. Matrices of an Orbax checkpoint are restored in `dtype` first. Matrices with
-            formats of their own are read as blocks (gguf_blocks.py), and never are floats.
+            formats of their own are read as blocks (stored_rows.py), and never are floats.
         ignore: patterns of tensors that are allowed but not in the table, as `Family.ignored`.
         placement: where the parameters go on a mesh. Each device gets its part of a parameter
             directly.
@@ -137,7 +137,7 @@ def _host_values(
         format_name = formats.format_name(stored, name)
         if format_name is None:
             return {name: assemble(checkpoint.tensors, entry, dtype)}
-        return {name: assembled(checkpoint.tensors, entry, format_name)}
+        return assembled(checkpoint.tensors, entry, format_name)
     packs = stored is not None and is_stored(entry.path, entry.shape)
     if packs and checkpoint.format != "orbax":
         # The values of an Orbax checkpoint are rounded to `dtype` before they are packed, on a mesh
@@ -201,7 +201,9 @@ def check_table(
     if checkpoint.config.get("tie_word_embeddings"):
         allowed.append("lm_head.weight")
     for name, tensor in checkpoint.tensors.items():
-        if name not in sources and not any(fnmatchcase(name, pattern) for pattern in allowed):
+        if name not in sources | checkpoint.spare and not any(
+            fnmatchcase(name, pattern) for pattern in allowed
+        ):
             problems.append(f"unexpected: {name} {tensor.shape} in {tensor.file.name}")
     if problems:
         lines = "\n  ".join(problems)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from pagedjax.device import formats, linear, models
-from pagedjax.device.models import Model
+from pagedjax.device.models import Model, split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
 from pagedjax.options.config import AS_STORED, STORED_FORMATS, MeshConfig, checked_devices, one_of
@@ -24,10 +24,10 @@ from pagedjax.weights import families
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.families import built_in, family_of, own_family
-from pagedjax.weights.gguf_blocks import formats_of
 from pagedjax.weights.load import load_params
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.pooling_files import pooling_of
+from pagedjax.weights.stored_rows import formats_of
 from pagedjax.weights.tokenizer_files import load_tokenizer, open_tokenizer
 from pagedjax.weights.trained import linear_of, model_of
 
@@ -70,7 +70,7 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
         weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; "stored" leaves
-            those of a GGUF file in its own 4 to 8 bits; None, or the same as dtype, leaves them in
+            those of a quantized checkpoint in its own 4 to 8 bits; None, or the same as dtype, leaves them in
             dtype.
         linear_impl: what computes products, as in `EngineConfig`. Matrices are stored in its
             layout. "xla" leaves them as they are in a checkpoint.
@@ -135,7 +135,8 @@ def read_model(
         families.check_parameters(family, config, table)
     stored = formats.name_of(weight_dtype)
     if weight_dtype == AS_STORED:
-        stored = formats_of(checkpoint, table)
+        fits = partial(split.has_whole_blocks, config, mesh or MeshConfig())
+        stored = formats_of(checkpoint, table, fits)
     config = replace(config, stored=stored)
     config = replace(
         config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices))

@@ -10,7 +10,7 @@ huggingface.py has its own reader.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +24,26 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 class Group(NamedTuple):
     """Tensors that are read together: their names and shapes, a function that reads them in this
-    order, and their dtype.
+    order, and their dtype; `dtypes` has that of tensors with another one.
     """
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[], Iterable[np.ndarray]]
     dtype: str
+    dtypes: Mapping[str, str] = {}
+
+    def dtype_of(self, name: str) -> np.dtype:
+        """The dtype of a tensor."""
+        return np_dtype(self.dtypes.get(name, self.dtype))
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of data of a tensor."""
+        return prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
     @property
     def size(self) -> int:
         """Bytes of data."""
-        return sum(map(prod, self.shapes.values())) * np_dtype(self.dtype).itemsize
+        return sum(map(self.bytes_of, self.shapes))
 
 
 def write_shards(folder: Path, groups: Sequence[Group], limit: int) -> list[Path]:
@@ -82,9 +91,9 @@ def write_file(path: Path, groups: Sequence[Group]) -> Path:
     start = 0
     for group in groups:
         for name, shape in group.shapes.items():
-            end = start + prod(shape) * np_dtype(group.dtype).itemsize
+            end = start + group.bytes_of(name)
             header[name] = {
-                "dtype": CODES[group.dtype],
+                "dtype": CODES[group.dtype_of(name).name],
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
@@ -95,6 +104,6 @@ def write_file(path: Path, groups: Sequence[Group]) -> Path:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for group in groups:
             for (name, shape), values in zip(group.shapes.items(), group.read(), strict=True):
-                assert (values.shape, values.dtype) == (shape, np_dtype(group.dtype)), name
+                assert (values.shape, values.dtype) == (shape, group.dtype_of(name)), name
                 file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return path

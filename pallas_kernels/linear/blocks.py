@@ -7,13 +7,25 @@ It is computed in float32. A row is bytes, block after block. A block has its sc
 if it has one, then its numbers: a byte each, with a sign, or two in a byte, the first one in the
 lower half.
 
-Names are those of the encodings of GGUF files whose numbers a format has. The scales of a file's
-`Q4_K`, `Q5_K` and `Q6_K` are products of two numbers, which float32 holds exactly.
+Numbers are integers, or small floats: "e4m3" are float8_e4m3fn, and "e2m1" have a sign, two bits of
+exponent and one of mantissa (OCP Microscaling Formats, 2023). A scale of "e8m0" is a power of two,
+2 ** (byte - 127), of the same source.
+
+The first names are those of the encodings of GGUF files whose numbers a format has. The scales of a
+file's `Q4_K`, `Q5_K` and `Q6_K` are products of two numbers, which float32 holds exactly. The others
+are of checkpoints in other layouts, with the inputs of a block; their scales are float32, which holds
+those of 16 bits too.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+SCALE_BYTES = {"e8m0": 1, "float16": 2, "float32": 4}
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+NUMBERS = ("integers", "e4m3", "e2m1")
 
 
 class Blocks(NamedTuple):
@@ -24,6 +36,7 @@ class Blocks(NamedTuple):
     zero: what is subtracted from a number of 4 bits.
     scale: the dtype of scales and offsets.
     offset: whether a block has one.
+    numbers: one of NUMBERS.
     """
 
     name: str
@@ -32,11 +45,12 @@ class Blocks(NamedTuple):
     zero: int
     scale: str
     offset: bool
+    numbers: str = NUMBERS[0]
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of a scale, or of an offset."""
-        return 2 if self.scale == "float16" else 4
+        return SCALE_BYTES[self.scale]
 
     @property
     def number_bytes(self) -> int:
@@ -61,7 +75,8 @@ class Blocks(NamedTuple):
     def code(self) -> int:
         """All of it but the name, in one number."""
         code = self.inputs
-        for field in (self.bits, self.zero, self.scale_bytes, int(self.offset)):
+        last = 2 * NUMBERS.index(self.numbers) + self.offset
+        for field in (self.bits, self.zero, self.scale_bytes, last):
             code = 16 * code + field
         return code
 
@@ -80,11 +95,12 @@ class Blocks(NamedTuple):
 
     def holds(self, other: Blocks) -> bool:
         """Whether it can store the weights of another format exactly, by `recoded`."""
+        widens = self.numbers == NUMBERS[0] and self.bits == 8 and other.numbers != "e4m3"
         return (
             other.inputs % self.inputs == 0
             and self.bits >= other.bits
-            and (self.bits == 8 or self.zero == other.zero)
-            and self.scale_bytes >= other.scale_bytes
+            and (widens or (self.numbers, self.zero) == (other.numbers, other.zero))
+            and self.scale in (other.scale, "float32")
             and self.offset >= other.offset
         )
 
@@ -98,7 +114,13 @@ BLOCKS = {
         Blocks("q4_k", 32, 4, 0, "float32", True),
         Blocks("q5_k", 32, 8, 0, "float32", True),
         Blocks("q6_k", 16, 8, 0, "float32", False),
-        Blocks("any", 16, 8, 0, "float32", True),  # holds each of the others
+        Blocks("any", 16, 8, 0, "float32", True),  # holds all but small floats of 8 bits
+        *[Blocks(f"int4_{n}", n, 4, 8, "float32", False) for n in (128, 64, 32)],
+        *[Blocks(f"uint4_{n}", n, 4, 0, "float32", True) for n in (128, 64)],
+        *[Blocks(f"int8_{n}", n, 8, 0, "float32", False) for n in (128, 32)],
+        Blocks("uint8_128", 128, 8, 0, "float32", True),
+        *[Blocks(f"fp8_{n}", n, 8, 0, "float32", False, "e4m3") for n in (128, 32)],
+        Blocks("mxfp4", 32, 4, 0, "e8m0", False, "e2m1"),
     )
 }
 
@@ -106,7 +128,9 @@ BLOCKS = {
 class Parts(NamedTuple):
     """What rows of blocks store.
 
-    numbers: [..., blocks, inputs of a block] int8, after their zero is subtracted.
+    numbers: [..., blocks, inputs of a block] int8, after their zero is subtracted; float8_e4m3fn if
+        they are "e4m3". Those of "e2m1" are doubled, so they are integers, and their scales are
+        halved.
     scales: [..., blocks] float32.
     offsets: [..., blocks] float32; None if blocks have none.
     """
@@ -120,25 +144,48 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     """Returns the parts of rows [..., bytes], as arrays of `xp`, numpy or jax.numpy."""
     cells = rows.reshape(*rows.shape[:-1], -1, blocks.bytes)
     size = blocks.scale_bytes
-    scales = cells[..., :size].view(blocks.scale)[..., 0].astype("float32")
-    offsets = None
-    if blocks.offset:
-        offsets = cells[..., size : 2 * size].view(blocks.scale)[..., 0].astype("float32")
+    scales = _scales_of(cells[..., :size], blocks)
+    offsets = _scales_of(cells[..., size : 2 * size], blocks) if blocks.offset else None
     numbers = cells[..., blocks.bytes - blocks.number_bytes :]
     if blocks.bits == 8:
-        return Parts(numbers.view("int8"), scales, offsets)
+        dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
+        return Parts(numbers.view(dtype), scales, offsets)
     pairs = xp.stack([numbers & 15, numbers >> 4], axis=-1)
     numbers = pairs.reshape(*numbers.shape[:-1], -1).astype("int8")
+    if blocks.numbers == "e2m1":
+        return Parts(_doubled(numbers, xp), scales, offsets)
     return Parts(numbers - xp.int8(blocks.zero), scales, offsets)
+
+
+def _scales_of(cells: Any, blocks: Blocks) -> Any:
+    """The scales or offsets [..., blocks] of bytes [..., blocks, bytes]; "e8m0" are halved."""
+    if blocks.scale == "e8m0":
+        return (cells[..., 0].astype("int32") << 23).view("float32") * 0.5
+    return cells.view(blocks.scale)[..., 0].astype("float32")
+
+
+def _doubled(digits: Any, xp: Any) -> Any:
+    """Twice the "e2m1" numbers of digits of 4 bits, int8."""
+    exponent = digits >> 1 & 3
+    mantissa = digits & 1
+    magnitude = xp.where(exponent == 0, mantissa, (mantissa + 2) << exponent >> 1)
+    return xp.where(digits >> 3 == 0, magnitude, -magnitude)
+
+
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the "e2m1" numbers without a sign, in their order
+
+
+def weights_of(parts: Parts) -> Any:
+    """Returns the weights [..., inputs] of parts, float32."""
+    weights = parts.scales[..., None] * parts.numbers.astype("float32")
+    if parts.offsets is not None:
+        weights = weights + parts.offsets[..., None]
+    return weights.reshape(*weights.shape[:-2], -1)
 
 
 def restored(rows: Any, blocks: Blocks, xp: Any) -> Any:
     """Returns the weights [..., inputs] of rows [..., bytes], as a float32 array of `xp`."""
-    numbers, scales, offsets = parts_of(rows, blocks, xp)
-    weights = scales[..., None] * numbers.astype("float32")
-    if offsets is not None:
-        weights = weights + offsets[..., None]
-    return weights.reshape(*rows.shape[:-1], -1)
+    return weights_of(parts_of(rows, blocks, xp))
 
 
 def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
@@ -151,15 +198,22 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
         negative_zeros = xp.full_like(scales, -0.0)
         cells.append(_bytes_of(negative_zeros if offsets is None else offsets, blocks))
     if blocks.bits == 8:
-        cells.append(numbers.astype("int8").view("uint8"))
+        dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
+        cells.append(numbers.astype(dtype).view("uint8"))
     else:
-        digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
+        if blocks.numbers == "e2m1":
+            magnitudes = xp.searchsorted(xp.asarray(DOUBLED, "int8"), abs(numbers))
+            digits = (magnitudes + 8 * (numbers < 0)).astype("uint8")
+        else:
+            digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
         cells.append(digits[..., ::2] | digits[..., 1::2] << 4)
     rows = xp.concatenate(cells, axis=-1)
     return rows.reshape(*rows.shape[:-2], -1)
 
 
 def _bytes_of(scales: Any, blocks: Blocks) -> Any:
+    if blocks.scale == "e8m0":
+        return ((scales[..., None] * 2).view("int32") >> 23).astype("uint8")
     return scales[..., None].astype(blocks.scale).view("uint8")
 
 

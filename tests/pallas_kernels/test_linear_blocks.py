@@ -7,28 +7,36 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.linear import BLOCKS, IMPLS, Blocks, Matrix, linear
-from pallas_kernels.linear.blocks import Parts, parts_of, recoded, restored, rows_of_parts
+from pallas_kernels.linear.blocks import DOUBLED, Parts, parts_of, recoded, restored, rows_of_parts
 from tests.pallas_kernels import older_cpus
 from tests.pallas_kernels.test_linear import HERE, case, expected, run, size_of_terms
 
 pytestmark = pytest.mark.few_optimisations
 ON_CPU = pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 ERROR = {"float32": 3e-6, "bfloat16": 2**-7}  # bfloat16: of x and of XLA's weights
-MOST = {"reference": ["q4_1", "q6_k"], "xla": ["q4_0", "any"]}
+MOST = {"reference": ["q4_1", "q6_k", "fp8_32"], "xla": ["q4_0", "any", "uint4_128", "mxfp4"]}
 
 
 def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Parts:
     """Scales are float16 numbers, of which some are subnormal, times the integers of "K" encodings
-    in float32.
+    in float32; or powers of two. Small floats are of any size, subnormal ones too.
     """
     rng = np.random.default_rng(seed)
     cells = outputs, inputs // blocks.inputs
     first, last = (-127, 128) if blocks.bits == 8 else (-blocks.zero, 16 - blocks.zero)
     numbers = rng.integers(first, last, (*cells, blocks.inputs)).astype(np.int8)
+    if blocks.numbers == "e4m3":
+        numbers = np.where(numbers & 127 == 127, 3, numbers).astype(np.int8)  # those are NaN
+        numbers = numbers.view(ml_dtypes.float8_e4m3fn)
+    if blocks.scale == "e8m0":
+        numbers = np.array(DOUBLED, np.int8)[numbers & 7] * np.where(numbers < 8, 1, -1)
+        powers = rng.integers(-9, -2, cells)
+        return Parts(numbers.astype(np.int8), np.ldexp(np.float32(0.5), powers), None)
     scales = (rng.standard_normal(cells) / 100).astype(np.float16)
     scales[0] = np.float16(3e-7)
     scales = scales.astype(np.float32)
@@ -56,6 +64,13 @@ def in_blocks(arguments: dict[str, Any], blocks: Blocks) -> tuple[dict[str, Any]
     return stored, arguments | {"weight": weights_of(parts)}
 
 
+def case_of(blocks: Blocks, name: str, **options: Any) -> dict[str, Any]:
+    """A case, with inputs that are whole blocks."""
+    fields = CASES[name]
+    inputs = -(-fields["k"] // blocks.inputs) * blocks.inputs
+    return case(**fields | {"k": inputs}, **options)
+
+
 CASES = {
     "a token": {"t": 1, "k": 64, "m": 96},
     "a chunk": {"t": 40, "k": 96, "m": 70, "norm": False, "bias": True, "residual": True},
@@ -70,9 +85,9 @@ CASES = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_rows_have_the_parts_that_they_were_made_of(name):
     blocks = BLOCKS[name]
-    parts = random_parts(blocks, 5, 96)
+    parts = random_parts(blocks, 5, 384)
     rows = rows_of_parts(parts, blocks, np)
-    assert (rows.dtype, rows.shape) == (np.uint8, (5, blocks.row_bytes(96)))
+    assert (rows.dtype, rows.shape) == (np.uint8, (5, blocks.row_bytes(384)))
     chex.assert_trees_all_equal(parts_of(rows, blocks, np), parts)
     chex.assert_trees_all_equal(restored(rows, blocks, np), weights_of(parts))
     in_jax = jax.jit(lambda x: restored(x, blocks, jnp))(rows)
@@ -81,7 +96,7 @@ def test_rows_have_the_parts_that_they_were_made_of(name):
         if to.holds(blocks):
             same = restored(recoded(rows, blocks, to, np), to, np)
             chex.assert_trees_all_equal(same.view(np.int32), weights_of(parts).view(np.int32))
-    assert BLOCKS["any"].holds(blocks)
+    assert BLOCKS["any"].holds(blocks) == (blocks.numbers != "e4m3")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -90,6 +105,7 @@ def test_packed_rows_are_unpacked_and_found(name, impl):
     blocks = BLOCKS[name]
     kernel = IMPLS[impl]
     for matrix in (Matrix(70, 96), Matrix(74, 64, True), Matrix(4 * 34, 32, True, 4)):
+        matrix = matrix._replace(inputs=matrix.inputs // 32 * max(32, blocks.inputs))
         rows = rows_of_parts(random_parts(blocks, *matrix[:2]), blocks, np)
         matrix = matrix._replace(blocks=blocks)
         packed = kernel.pack(rows, matrix)
@@ -111,7 +127,7 @@ def test_packed_rows_are_unpacked_and_found(name, impl):
 def test_products_are_those_of_the_restored_weights_in_float64(impl, name, monkeypatch):
     monkeypatch.setattr("pallas_kernels.linear.xla.PANEL_ROWS", 32)  # and the rest of a matrix
     for case_name in ("a chunk", "gates", "experts"):
-        stored, floats = in_blocks(case(**CASES[case_name]), BLOCKS[name])
+        stored, floats = in_blocks(case_of(BLOCKS[name], case_name), BLOCKS[name])
         exact = expected(floats)
         limit = ERROR["float32"] * max(np.abs(exact).max(), size_of_terms(floats))
         output = run(stored, impl)
@@ -120,7 +136,7 @@ def test_products_are_those_of_the_restored_weights_in_float64(impl, name, monke
 
 def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
     """bfloat16: x and results are rounded, and the weights never are."""
-    stored, floats = in_blocks(case(**CASES[case_name], dtype=dtype), BLOCKS[name])
+    stored, floats = in_blocks(case_of(BLOCKS[name], case_name, dtype=dtype), BLOCKS[name])
     output = run(stored, "cpu")
     exact = expected(floats)
     limit = ERROR[dtype] * max(np.abs(exact).max(), size_of_terms(floats))
@@ -133,6 +149,9 @@ def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a chunk", "deep")),
     *(("q4_0", name, "bfloat16") for name in ("a chunk", "gates")),
+    *(("int4_128", name, "float32") for name in ("a chunk", "gates")),
+    *(("fp8_128", name, "float32") for name in ("a chunk", "rows")),
+    *(("mxfp4", name, "float32") for name in ("a token", "experts")),
 }
 
 
@@ -173,9 +192,9 @@ def test_an_implementation_without_gates_of_this_kind_is_named():
 
 PROGRAM = """
 from tests.pallas_kernels.test_linear_blocks import CASES, assert_bits_of_floats
-from pallas_kernels.linear.cpu import vectors
-print(vectors.COLUMNS, vectors.HAS_HALVES)
-for name in ("q4_0", "q4_1", "q8_0", "q6_k"):
+from pallas_kernels.linear.cpu import small_floats, vectors
+print(vectors.COLUMNS, small_floats.HAS_HALVES)
+for name in ("q4_0", "q4_1", "q8_0", "q6_k", "fp8_32", "mxfp4"):
     for case_name in CASES:
         assert_bits_of_floats(name, case_name, "float32")
 """

@@ -35,6 +35,7 @@ TAKEN = [
     ({"quantization": "int8"}, {"weight_dtype": "int8"}),
     ({"quantization": "int8_per_channel_weight_only"}, {"weight_dtype": "int8"}),
     ({"quantization": "gguf"}, {"weight_dtype": "stored"}),
+    ({"quantization": "awq_marlin"}, {"weight_dtype": "stored"}),
     ({"tensor_parallel_size": 1}, {}),
     ({"tensor_parallel_size": 4}, {"mesh": {"tensor": 4}}),
     ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, {"mesh": {"expert": 4}}),
@@ -206,8 +207,8 @@ def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(
     ("arguments", "message"),
     [
         (
-            {"quantization": "awq"},
-            "quantization is 'awq'; weights are read .*: use 'int8', 'gguf' for a file's own bits, or",
+            {"quantization": "bitsandbytes"},
+            "quantization is 'bitsandbytes'; use one of 'gguf', 'awq', .* 'int8' to round weights",
         ),
         (
             {"max_logprobs": -1},

@@ -220,10 +220,18 @@ def test_longrope_has_another_name_in_older_files():
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 KV heads"),
         ({"num_key_value_heads": "2"}, "a value has the wrong type"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantisation is not supported"),
         (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "'mxfp4' quantisation is not supported; use a copy in bfloat16",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method is 'bitsandbytes'; supported: awq, gptq, compressed-tensors, fp8, mxfp4; "
+            "use the unquantised model or a GGUF file",
+        ),
+        (
+            {"quantization_config": ["gptq"]},
+            r"quantization_config is \['gptq'\]; it must be an object",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            "gptq: bits is 3; supported: 4, 8; use the unquantised",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (

@@ -21,7 +21,8 @@ from pagedjax.engine import compilations
 from pagedjax.engine.adapters import init
 from pagedjax.engine.resolve import resolve
 from pagedjax.options.config import EngineConfig
-from pagedjax.weights.gguf_blocks import ENCODINGS, rows_of
+from pagedjax.weights.gguf_blocks import PARTS, rows_of
+from pagedjax.weights.gguf_file import KINDS
 from pagedjax.weights.trained import whole
 from pagedjax.weights.tree import named, nested
 from pallas_kernels.linear import BLOCKS
@@ -71,7 +72,7 @@ def texts(llm: LLM) -> list[tuple[int, ...]]:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", PARTS)
 def test_no_number_of_a_file_is_rounded(encoding):
     """Random bytes are blocks of any values; scales are finite."""
     kind = GGMLQuantizationType[encoding]
@@ -83,14 +84,14 @@ def test_no_number_of_a_file_is_rounded(encoding):
         scales = (rng.standard_normal(len(raw)) / 50).astype(np.float16)
         scales[:3] = np.float16(3e-7)  # subnormal
         raw[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
-    rows = rows_of(raw.reshape(-1), (6, 4 * inputs), block_bytes, encoding)
-    chosen = BLOCKS[ENCODINGS[encoding].blocks]
+    chosen = BLOCKS[KINDS[encoding][0]]
+    rows = rows_of(raw.reshape(-1), (6, 4 * inputs), block_bytes, encoding, chosen.name, chosen)
     values = restored_rows(rows, chosen, np)
     expected = dequantize(raw.reshape(6, -1), kind)
     chex.assert_trees_all_equal(values.view(np.int32), expected.view(np.int32))
 
 
-@pytest.mark.parametrize("name", blocks.ROUNDED)
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
 def test_floats_are_rounded_as_the_gguf_package_rounds_them(name):
     kind = GGMLQuantizationType[name.upper()]
     matrix = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
@@ -220,14 +221,18 @@ def test_new_values_are_rounded_or_taken_as_they_are(untied_file):
 
 
 def test_what_cannot_be_stored_is_refused(file, tmp_path, tiny, tiny_folder):
-    with refused(r"llama has no matrix in one of the encodings Q4_0, .*, only F32; leave weight"):
+    with refused(
+        "llama has no matrix whose numbers can be kept, only F32; leave weight_dtype out, or take int8"
+    ):
         load_model(tiny_folder, weight_dtype="stored")
     params = {name: np.asarray(x) for name, x in named(tiny.model.params).items()}
     with refused("weight_dtype is 'stored', and parameters in memory are of no file; give"):
         from_params(nested(params), tiny.model.config, weight_dtype="stored")
     stored = load_model(file, weight_dtype="stored")
     floats = load_model(file, linear_impl="xla").model
-    with refused("floats are not rounded to q5_k here, only to q4_0, q4_1, q8_0; give the matrix"):
+    with refused(
+        "floats are not rounded to q5_k here, only to q4_0, q4_1, q8_0, .*; give the matrix"
+    ):
         LLM(stored, **SMALL).update_params(floats.params)
     with refused("weight_dtype is 'int8', but the model was loaded with 'stored'; load it again"):
         LLM(stored, weight_dtype="int8", **SMALL)

@@ -4,7 +4,7 @@
 format.py  the record of a format
 floats.py  as they are
 int8.py    8 bits, and a scale for each row
-blocks.py  4 or 8 bits, and a scale for each few inputs of a row, as in GGUF files
+blocks.py  4 or 8 bits, and a scale for some inputs of a row, as checkpoints store them
 
 Another format is a file with one `Format`, and its name in `STORED_FORMATS`.
 
@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from pagedjax.device.formats import blocks, floats
+from pagedjax.device.formats.blocks import ORDERED
 from pagedjax.device.formats.format import Array, Format
 from pagedjax.options.config import AS_STORED, STORED_FORMATS
 from pagedjax.options.own_values import own_value
 
 __all__ = [
+    "ORDERED",
     "Array",
     "Format",
     "Stored",

@@ -38,6 +38,7 @@ class Format(NamedTuple):
         weights [T, in] of that dtype, as an embedding needs them. Rows of blocks are restored
         already.
     blocks: how rows are stored, if the first array has bytes of blocks.
+    ordered: the inputs are stored in an order of the matrix's own.
     """
 
     arrays: tuple[Array, ...]
@@ -46,6 +47,7 @@ class Format(NamedTuple):
     multiply: Callable[..., jax.Array]
     rows: Callable[[jax.Array, Sequence[jax.Array], jax.Array, str], jax.Array]
     blocks: Blocks | None = None
+    ordered: bool = False
 
     def numbers_dtype(self, dtype: str) -> str:
         """Returns the dtype of the numbers in a model of `dtype`, or the name of the blocks."""

@@ -181,7 +181,22 @@ def split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spli
     splits = _split(c, mesh, path)
     if stored_format.blocks is None or len(splits) == 1:
         return splits
+    devices = prod(getattr(mesh, axis) for axis in splits[1].axes)
+    if stored_format.ordered and devices > 1:
+        raise ValueError(
+            f"{name} has its inputs in an order of its own (act-order), and a mesh would divide them "
+            f"among {devices} devices; load the model without weight_dtype, or on one device"
+        )
     return (splits[0], _of_blocks(splits[1], stored_format.blocks, mesh, name))
+
+
+def has_whole_blocks(c: DecoderConfig, mesh: MeshConfig, name: str, format_name: str) -> bool:
+    """Whether each device has whole blocks of a matrix that would be stored in this format."""
+    try:
+        split(replace(c, stored=((name, format_name),)), mesh, name.split("."))
+    except ValueError:
+        return False
+    return True
 
 
 def _of_blocks(columns: Split, blocks: Blocks, mesh: MeshConfig, name: str) -> Split:

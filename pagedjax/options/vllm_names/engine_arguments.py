@@ -10,6 +10,17 @@ from pagedjax.options.vllm_names.rows import by_name, no_effect, read, refusal, 
 DTYPES = {"auto": None, "half": "float16", "float": "float32"}
 CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 INT8 = ("int8", "int8_per_channel_weight_only")
+# methods whose checkpoints are kept in their own bits
+AS_STORED = (
+    "gguf",
+    "awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+    "compressed-tensors",
+    "fp8",
+    "mxfp4",
+)
 MAX_LOGPROBS = 20
 
 
@@ -34,11 +45,11 @@ def _quantization(_: str, value: Any) -> Mapping[str, Any]:
         return {}
     if value in INT8:
         return {"weight_dtype": "int8"}
-    if value == "gguf":
+    if value in AS_STORED:
         return {"weight_dtype": "stored"}
     raise ValueError(
-        "weights are read in float32 or 16 bits, or from a .gguf file, and rounded to 8 bits when "
-        "they are loaded: use 'int8', 'gguf' for a file's own bits, or leave it out"
+        f"use one of {', '.join(map(repr, AS_STORED))} for the own bits of a checkpoint that is "
+        "quantized so, 'int8' to round weights to 8 bits when they are loaded, or leave it out"
     )
 
 
@@ -109,8 +120,8 @@ TABLE = (
     ),
     translation(
         "quantization",
-        "`int8`, `int8_per_channel_weight_only`: `weight_dtype`; `gguf`: its `stored`; others: an "
-        "error",
+        "`int8`, `int8_per_channel_weight_only`: `weight_dtype`; `gguf`, `awq`, `gptq`, "
+        "`compressed-tensors`, `fp8`, `mxfp4`: its `stored`; others: an error",
         _quantization,
     ),
     translation("tensor_parallel_size", '`mesh={"tensor": n}`', _mesh),

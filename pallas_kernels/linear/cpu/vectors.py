@@ -14,6 +14,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.linear.blocks import BLOCKS
+from pallas_kernels.linear.cpu import small_floats
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
 from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, external_function, instruction
@@ -47,7 +48,6 @@ FLOAT32 = 4
 BFLOAT16 = 2
 INT8 = 1
 BLOCKS_BY_CODE = {blocks.code: blocks for blocks in BLOCKS.values()}
-HAS_HALVES = has("f16c") or has("neon")  # the CPU converts float16 numbers
 
 
 def _at(builder, address, index, size):
@@ -116,26 +116,14 @@ def _halves(builder, address):
     """Returns 16 float16 numbers as float32. None is infinite or NaN."""
     halves = ir.VectorType(ir.IntType(16), FULL)
     bits = builder.load(pointer(builder, address, halves), align=2)
-    if HAS_HALVES:
-        numbers = builder.bitcast(bits, ir.VectorType(ir.HalfType(), FULL))
-        return builder.fpext(numbers, float_vector(FULL))
-    integers = ir.VectorType(INT32, FULL)
-    bits = builder.zext(bits, integers)
-    magnitude = builder.and_(bits, uniform(integers, 0x7FFF))
-    sign = builder.shl(builder.and_(bits, uniform(integers, 0x8000)), uniform(integers, 16))
-    normal = builder.bitcast(builder.shl(magnitude, uniform(integers, 13)), float_vector(FULL))
-    normal = builder.fmul(normal, constant(2.0**112))
-    # XLA's threads would treat the bits of a subnormal number as zero
-    subnormal = builder.sitofp(magnitude, float_vector(FULL))
-    subnormal = builder.fmul(subnormal, constant(2.0**-24))
-    is_normal = builder.icmp_signed(">=", magnitude, uniform(integers, 0x400))
-    number = builder.bitcast(builder.select(is_normal, normal, subnormal), integers)
-    return builder.bitcast(builder.or_(number, sign), float_vector(FULL))
+    return small_floats.half_numbers(builder, bits)
 
 
 def _scales(builder, blocks, address, vector):
     """Returns 16 scales or offsets of blocks. address: of those of a panel."""
     address = builder.add(address, ir.Constant(WORD, FULL * blocks.scale_bytes * vector))
+    if blocks.scale == "e8m0":
+        return small_floats.powers(builder, address)
     if blocks.scale_bytes == 2:
         return _halves(builder, address)
     return load(builder, address, ir.Constant(WORD, 0), FULL)
@@ -163,7 +151,19 @@ def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
     )
     if blocks.bits == 4:
         address = builder.add(start, ir.Constant(WORD, 4 * FULL * vector))
-        vectors = _digits(builder, address, blocks.zero)
+        if blocks.numbers == "e2m1":
+            words = builder.load(pointer(builder, address, ir.VectorType(INT32, FULL)), align=4)
+            vectors = [
+                small_floats.doubled_e2m1(builder, words, digit) for digit in range(WORD_NUMBERS)
+            ]
+        else:
+            vectors = _digits(builder, address, blocks.zero)
+    elif blocks.numbers == "e4m3":
+        places = [PANEL * i + FULL * vector for i in range(WORD_NUMBERS)]
+        vectors = [
+            small_floats.e4m3(builder, builder.add(start, ir.Constant(WORD, place)))
+            for place in places
+        ]
     else:
         vectors = [
             _int8_weights(builder, start, ir.Constant(WORD, i), vector)[0]

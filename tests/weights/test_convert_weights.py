@@ -1,0 +1,228 @@
+"""`convert` with matrices in fewer bits: what it rounds and how far, and who reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.commands import calibration
+from pagedjax.commands.cli import main
+from pagedjax.device.formats.blocks import FORMATS, ROUNDED
+from pagedjax.device.linear import BLOCKS
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.convert import convert
+from pagedjax.weights.quantized.schemes import SCHEMES
+from tests.device.test_plain_families import GLM_MOE
+from tests.refusals import refused
+from tests.weights.quantized_files import SIZES
+from tests.weights.test_quantized import SMALL
+from tests.weights.tiny import tiny_llama
+from tests.weights.tiny_families import write_family
+
+STEPS = {"int4-g128": 7, "int4-g64": 7, "int4-g32": 7, "int8": 127}  # of the largest magnitude
+FORMATS_OF = {
+    "int4-g128": "int4_128",
+    "int4-g64": "int4_64",
+    "int4-g32": "int4_32",
+    "int8": "int8_128",
+    "fp8": "fp8_128",
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("source") / "llama", **SIZES)
+
+
+def nearest(weights: np.ndarray, group: int, steps: int) -> np.ndarray:
+    """Round to nearest with the largest magnitude of a group as `steps`, in float64."""
+    cells = weights.astype(np.float64).reshape(len(weights), -1, group)
+    scales = np.abs(cells).max(-1, keepdims=True) / steps
+    return (np.rint(cells / scales) * scales).reshape(weights.shape)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_matrices_of_layers_are_rounded_and_all_else_stays(name, source, tmp_path, capsys):
+    target = tmp_path / name
+    command = ["convert", str(source), str(target), "--to", "safetensors", "--weights", name]
+    assert main(command) == 0
+    output = capsys.readouterr()
+    assert output.out == f"{target}\n"
+    original = load_file(source / "model.safetensors")
+    tensors = open_checkpoint(target).tensors
+    assert tensors.keys() == original.keys()
+    error = 0.0
+    size = 0.0
+    for tensor_name, weights in original.items():
+        values = tensors[tensor_name].read()
+        if not tensor_name.endswith("_proj.weight"):
+            chex.assert_trees_all_equal(values, weights)
+            continue
+        group = SCHEMES[name].group or weights.shape[1]
+        differences = values.astype(np.float64) - weights
+        error += (differences**2).sum()
+        size += (weights.astype(np.float64) ** 2).sum()
+        if name == "fp8":  # 3 bits of mantissa; subnormal numbers have a step of 2 ** -9 scales
+            smallest = np.abs(weights).max(1, keepdims=True) / 448 / 2**10
+            assert (np.abs(differences) <= 1.001 * np.maximum(np.abs(weights) / 16, smallest)).all()
+            continue
+        plain = nearest(weights, group, STEPS[name]) - weights
+        of_groups = [(x**2).reshape(len(x), -1, group).sum(-1) for x in (differences, plain)]
+        assert (of_groups[0] <= of_groups[1] * (1 + 1e-5)).all()
+        if name != "int8":  # the search is worth something
+            assert (differences**2).sum() < 0.97 * (plain**2).sum()
+    share = 100 * np.sqrt(error / size)
+    assert f"14 matrices were rounded; the root mean square of what changed is {share:.2f} %" in (
+        output.err
+    )
+    config = load_model(target, weight_dtype="stored").model.config
+    assert isinstance(config.stored, tuple)
+    assert {x for _, x in config.stored} == {FORMATS_OF[name]}
+    assert json.loads((target / "config.json").read_text())["quantization_config"]["ignore"] == [
+        "model.embed_tokens",
+        "lm_head",
+    ]
+
+
+def test_experts_are_rounded_one_by_one(tmp_path):
+    """Routers stay floats, and are named as such."""
+    config = GLM_MOE | {"moe_intermediate_size": 32}
+    source = write_family(tmp_path / "source", config)
+    target = convert(source, tmp_path / "target", "safetensors", weights="int4-g32")
+    quantization = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert "model.layers.1.mlp.gate" in quantization["ignore"]
+    model = load_model(target, weight_dtype="stored").model
+    formats = dict(model.config.stored or ())
+    assert {name for name, x in formats.items() if x == "int4_32"} >= {
+        "blocks.1.mlp.up",
+        "blocks.1.mlp.down",
+        "blocks.1.mlp.shared.up.weight",
+    }
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    tokens = []
+    for weight_dtype in ("stored", None):
+        llm = LLM(target, weight_dtype=weight_dtype, **SMALL)
+        tokens.append(llm.generate([[3, 4, 5]], params)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(source, tmp_path):
+    target = tmp_path / "target"
+    narrow = tiny_llama(tmp_path / "narrow")
+    message = (
+        r"q_proj\.weight has 64 inputs, which are not whole groups of 128; use one of int4-g64"
+    )
+    with refused(message):
+        convert(narrow, target, "safetensors", weights="int4-g128")
+    with refused("weights is 'int8' and to is 'orbax'; matrices in fewer bits are written as safe"):
+        convert(source, target, "orbax", weights="int8")
+    weights: Any = "int3"
+    with refused("weights is 'int3'; it must be one of None, 'int4-g128'"):
+        convert(source, target, "safetensors", weights=weights)
+    assert not target.exists()
+
+
+NEW = [name for name in ROUNDED if not name.startswith("q")]
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_values_are_rounded_to_the_nearest_numbers(name):
+    """Within half a step of the numbers that a block has, by its own scale."""
+    blocks = BLOCKS[name]
+    matrix = np.random.default_rng(0).standard_normal((6, 256)).astype(np.float32)
+    matrix[1] = 0
+    (rows,) = FORMATS[name].pack(matrix)
+    values = FORMATS[name].restore([rows]).astype(np.float64)
+    assert not values[1].any()
+    cells = matrix.reshape(6, -1, blocks.inputs).astype(np.float64)
+    largest = np.abs(cells).max(-1, keepdims=True)
+    widths = cells.max(-1, keepdims=True) - cells.min(-1, keepdims=True)
+    steps = {
+        "int4": largest / 7 * (1 + 1e-6),
+        "uint4": widths / 15,
+        "int8": largest / 127,
+        "uint8": widths / 255,
+        "fp8": np.maximum(np.abs(cells) / 8, largest / 448 / 2**9),
+        "mxfp4": np.maximum(np.abs(cells) / 2, largest / 4),
+    }[name.rsplit("_", 1)[0]]
+    differences = np.abs(values.reshape(cells.shape) - cells)
+    is_inside = np.ones(cells.shape, bool)
+    if blocks.numbers == "e2m1":  # a power of two, so the largest ones may be above 6 of it
+        is_inside = np.abs(cells) <= 2.0 ** np.floor(np.log2(np.maximum(largest, 1e-9))) * 1.5
+    if name.startswith("int4"):  # by least squares, so the largest ones may be cut
+        is_inside = np.abs(cells) <= 0.6 * largest
+    assert (differences <= 0.5 * steps * (1 + 1e-4) + 1e-7)[is_inside].all()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", SCHEMES)
+def test_compressed_tensors_reads_the_same_weights(name, source, tmp_path):
+    """Its package, through transformers. It is no dependency: the test needs it installed."""
+    pytest.importorskip("compressed_tensors")
+    import torch
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    target = convert(source, tmp_path / name, "safetensors", weights=name)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        target,
+        dtype=torch.float32,
+        quantization_config=CompressedTensorsConfig(run_compressed=False),
+    )
+    weights = {key: x.detach().numpy() for key, x in theirs.state_dict().items()}
+    for key, tensor in open_checkpoint(target).tensors.items():
+        chex.assert_trees_all_equal(weights[key], tensor.read())
+
+
+# --- scales by the activations of a text ----------------------------------------------------------
+
+
+def test_mean_squares_are_those_of_the_inputs_of_matrices(source, tmp_path):
+    """Those of the first layer are the norm of the embeddings, over each token of the text once."""
+    file = tmp_path / "text.txt"
+    file.write_text("the cat hears the rain in the house; " * 40)
+    squares = calibration.mean_squares(str(source), file)
+    loaded = load_model(source)
+    tokens = np.array(loaded.tokenizer.encode(file.read_text()))
+    tensors = {n: x.astype(np.float64) for n, x in load_file(source / "model.safetensors").items()}
+    x = tensors["model.embed_tokens.weight"][tokens]
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    x = x * tensors["model.layers.0.input_layernorm.weight"]
+    expected = (x**2).mean(0)
+    chex.assert_trees_all_close(
+        squares["blocks.0.attn.qkv.weight"].astype(np.float64), expected, rtol=1e-5
+    )
+    layers = {f"blocks.{i}.{part}.weight" for i in (0, 1) for part in PARTS}
+    assert squares.keys() >= layers
+    assert squares["blocks.1.mlp.down.weight"].shape == (256,)
+
+
+PARTS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+
+
+def test_errors_of_important_inputs_are_smaller(source, tmp_path):
+    """The error that counts is that of the importance, in each group."""
+    sizes = np.random.default_rng(0).exponential(size=256)
+    importance = {"blocks.0.mlp.down.weight": (sizes**4).astype(np.float32)}
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights = load_file(source / "model.safetensors")[name]
+    errors = []
+    for kind, given in (("plain", None), ("weighed", importance)):
+        target = convert(
+            source, tmp_path / kind, "safetensors", weights="int4-g32", importance=given
+        )
+        values = open_checkpoint(target).tensors[name].read().astype(np.float64)
+        counted = (values - weights) ** 2 * importance["blocks.0.mlp.down.weight"]
+        errors.append(counted.reshape(len(weights), -1, 32).sum(-1))
+    assert (errors[1] <= errors[0] * (1 + 1e-5)).all()
+    assert errors[1].sum() < 0.97 * errors[0].sum()
+    with refused(
+        "importance is given, and weights is 'int8'; it chooses the scales of 4 bits: use"
+    ):
+        convert(source, tmp_path / "8", "safetensors", weights="int8", importance=importance)
