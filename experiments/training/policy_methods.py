@@ -151,16 +151,11 @@ def drawn_episode(
 
 
 def float_keys(problem: Problem, vector: Vector, state: environment.State) -> jax.Array:
-    """float32 [N]: the keys of a learnt policy in arrivals, not rounded.
-
-    Beyond their limits the scores have the derivative of the scores within, so that they can come
-    back.
-    """
+    """float32 [N]: the keys of a learnt policy in arrivals, not rounded."""
     columns = network.features(state.scheduler, state.requests)
     inputs = jnp.stack(columns, axis=-1).astype(jnp.float32) / 2**FRACTION
     score = problem.scorer(vector)(inputs)
-    limited = score + jax.lax.stop_gradient(jnp.clip(score, 0, problem.patience) - score)
-    return arrivals(state.scheduler) + limited
+    return arrivals(state.scheduler) + jnp.clip(score, 0, problem.patience)
 
 
 def log_gradient(

@@ -63,7 +63,6 @@ from experiments.twin.rollout import (
     shortest_left,
 )
 from experiments.twin.scheduler import Requests, Sizes
-from experiments.twin.workloads import Lengths, Poisson
 from pagedjax.engine import compilations
 from pagedjax.options.config import one_of
 from pagedjax.options.own_names import names_own_value
@@ -116,22 +115,6 @@ class Setup:
     max_num_batched_tokens: int = 256
 
 
-def workload_of(setup: Setup) -> Poisson:
-    """Chats, summaries and essays."""
-    return Poisson(
-        rate=setup.rate,
-        kinds=np.asarray([0.5, 0.3, 0.2], np.float32),
-        prompt=Lengths(
-            np.asarray([60, 400, 40], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 4, 1000
-        ),
-        output=Lengths(
-            np.asarray([60, 25, 250], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 2, 600
-        ),
-        spread=setup.spread,
-        max_tokens=600,
-    )
-
-
 def reward_of(name: str) -> environment.Reward:
     """The reward of that name: one of `environment.REWARDS`, or your own as "file.py:NAME".
 
@@ -180,7 +163,7 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
             f"{largest} blocks of {setup.block_size}; raise --num-blocks"
         )
     world = Environment(setup.requests, workloads.poisson(setup.requests), reward_of(setup.reward))
-    return world, Params(sizes, cost, workload_of(setup))
+    return world, Params(sizes, cost, workloads.mixed(setup.rate, setup.spread))
 
 
 # --- the trainer ----------------------------------------------------------------------------------
@@ -201,6 +184,9 @@ def make_trainer(setup: Setup) -> Trainer:
     """The initial state and the compiled functions of a run."""
     world, params = world_of(setup)
     scorer = Scorer(setup.units, rngs=nnx.Rngs(setup.seed))
+    assert scorer.output.bias is not None
+    # scores begin within their limits, of which the lower one is 0
+    scorer.output.bias[...] = jnp.full_like(scorer.output.bias[...], setup.patience / 4)
     graphdef, first = nnx.split(scorer)
     flat, unravel = ravel_pytree(first)
     method = optax.adam(setup.learning_rate)
