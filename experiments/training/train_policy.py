@@ -47,15 +47,22 @@ from experiments.training.command import (
     run_parser,
     setup_of,
 )
+from experiments.training.policy_methods import METHODS, Problem
 from experiments.training.updates import first_state, next_state
 from experiments.twin import environment, learned, network, policies, simulated, workloads
 from experiments.twin.cost import Cost
 from experiments.twin.environment import Environment, Params
 from experiments.twin.learned import LARGEST_PATIENCE, MOST_UNITS
 from experiments.twin.network import Integers, Scorer
-from experiments.twin.rollout import Difference, difference, returns, shortest_left
+from experiments.twin.rollout import (
+    Decide,
+    Difference,
+    cached,
+    difference,
+    returns,
+    shortest_left,
+)
 from experiments.twin.scheduler import Requests, Sizes
-from experiments.twin.workloads import Lengths, Poisson
 from pagedjax.engine import compilations
 from pagedjax.options.config import one_of
 from pagedjax.options.own_names import names_own_value
@@ -76,13 +83,16 @@ class Setup:
     requests: of an episode.
     rate: requests a second.
     spread: of the predicted lengths, see `workloads.Poisson`.
-    pairs, worlds: candidates of a step, and episodes that each of them plays.
+    method: "evolution" or "gradient" (policy_methods.py).
+    pairs, worlds: half of the candidates or copies of a step, and episodes that each of them plays.
     held_out: episodes of the comparison. simulated: how many of them the simulator plays, too.
-    sigma: the distance of candidates from the parameters.
+    sigma: the distance of candidates from the parameters, of "evolution".
+    temperature: of the draws of "gradient", in arrivals.
     learning_rate: of Adam.
     """
 
     steps: int = 120
+    method: str = "evolution"
     reward: str = "latency"
     requests: int = 64
     rate: float = 24.0
@@ -94,6 +104,7 @@ class Setup:
     held_out: int = 256
     simulated: int = 16
     sigma: float = 0.1
+    temperature: float = 4.0
     learning_rate: float = 0.05
     seed: int = 0
     chip: str = "h200"
@@ -102,22 +113,6 @@ class Setup:
     num_blocks: int = 320
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 256
-
-
-def workload_of(setup: Setup) -> Poisson:
-    """Chats, summaries and essays."""
-    return Poisson(
-        rate=setup.rate,
-        kinds=np.asarray([0.5, 0.3, 0.2], np.float32),
-        prompt=Lengths(
-            np.asarray([60, 400, 40], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 4, 1000
-        ),
-        output=Lengths(
-            np.asarray([60, 25, 250], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 2, 600
-        ),
-        spread=setup.spread,
-        max_tokens=600,
-    )
 
 
 def reward_of(name: str) -> environment.Reward:
@@ -136,6 +131,7 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
     """The environment of a run, and its parameters."""
     rows = min(setup.max_num_seqs, setup.max_num_batched_tokens)
     sizes = Sizes(setup.block_size, setup.num_blocks, setup.max_num_batched_tokens, rows)
+    one_of("method", setup.method, tuple(METHODS))
     one_of("chip", setup.chip, tuple(CHIPS))
     one_of("model", setup.model, tuple(SHAPES))
     roofline = Roofline(SHAPES[setup.model], CHIPS[setup.chip])
@@ -167,17 +163,16 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
             f"{largest} blocks of {setup.block_size}; raise --num-blocks"
         )
     world = Environment(setup.requests, workloads.poisson(setup.requests), reward_of(setup.reward))
-    return world, Params(sizes, cost, workload_of(setup))
+    return world, Params(sizes, cost, workloads.mixed(setup.rate, setup.spread))
 
 
-# --- evolution strategies -------------------------------------------------------------------------
+# --- the trainer ----------------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
-    """world, params: in which the policy is trained."""
+    """problem: what is trained, and the worlds in which it is."""
 
-    world: Environment
-    params: Params
+    problem: Problem
     start: State
     update: Callable[[State, int], tuple[State, jax.Array]]  # (state, step) -> (state, loss)
     weights: Callable[[Any], Integers]  # of the parameters
@@ -189,40 +184,43 @@ def make_trainer(setup: Setup) -> Trainer:
     """The initial state and the compiled functions of a run."""
     world, params = world_of(setup)
     scorer = Scorer(setup.units, rngs=nnx.Rngs(setup.seed))
+    assert scorer.output.bias is not None
+    # scores begin within their limits, of which the lower one is 0
+    scorer.output.bias[...] = jnp.full_like(scorer.output.bias[...], setup.patience / 4)
     graphdef, first = nnx.split(scorer)
     flat, unravel = ravel_pytree(first)
     method = optax.adam(setup.learning_rate)
     root = jax.random.key(setup.seed)
 
+    def scorer_of(vector: jax.Array) -> Scorer:
+        return nnx.merge(graphdef, unravel(vector))
+
     def weights(vector: jax.Array) -> Integers:
-        return network.integers(nnx.merge(graphdef, unravel(vector)), setup.patience)
+        return network.integers(scorer_of(vector), setup.patience)
 
     def episodes(number: jax.Array, count: int) -> jax.Array:
         return jax.random.split(jax.random.fold_in(root, number), count)
 
-    def returns_of(vector: jax.Array, keys: jax.Array) -> jax.Array:
-        return returns(world, network.order, weights(vector), params, keys)
+    def returns_of(decide: Decide, policy: Any, keys: jax.Array) -> jax.Array:
+        return returns(world, decide, policy, params, keys, together=cached())
+
+    problem = Problem(world, params, scorer_of, weights, episodes, setup.patience)
+    estimate = METHODS[setup.method]
 
     @partial(jax.jit, donate_argnums=0)
     def update(state: State, step: jax.Array) -> tuple[State, jax.Array]:
-        directions_key = jax.random.fold_in(jax.random.fold_in(root, HELD_OUT - 1), step)
-        directions = jax.random.normal(directions_key, (setup.pairs, flat.size))
-        offsets = setup.sigma * jnp.concatenate([directions, -directions])
-        keys = episodes(step, setup.worlds)
-        scores = jax.vmap(returns_of, (0, None))(state.params + offsets, keys).mean(axis=1)
-        ranks = jnp.argsort(jnp.argsort(scores)) / (2 * setup.pairs - 1) - 0.5
-        ascent = (ranks[: setup.pairs] - ranks[setup.pairs :]) @ directions
-        gradient = -ascent / (setup.pairs * setup.sigma)
-        return next_state(method, state, gradient), -scores.mean()
+        key = jax.random.fold_in(jax.random.fold_in(root, HELD_OUT - 1), step)
+        gradient, loss = estimate(problem, setup, state.params, step, key)
+        return next_state(method, state, gradient), loss
 
     @jax.jit
     def held_out(vector: jax.Array) -> dict[str, jax.Array]:
         keys = episodes(jnp.int32(HELD_OUT), setup.held_out)
-        results = {"learned": returns_of(vector, keys)}
+        results = {"learned": returns_of(network.order, weights(vector), keys)}
         for name in ("fcfs", "shortest"):
             decide = policies.without_parameters(policies.POLICIES[name])
-            results[name] = returns(world, decide, None, params, keys)
-        results["oracle"] = returns(world, shortest_left, None, params, keys)
+            results[name] = returns_of(decide, None, keys)
+        results["oracle"] = returns_of(shortest_left, None, keys)
         return results
 
     def drawn(count: int) -> list[Requests]:
@@ -230,8 +228,7 @@ def make_trainer(setup: Setup) -> Trainer:
         return [jax.device_get(world.draw(key, params.workload)) for key in keys]
 
     return Trainer(
-        world,
-        params,
+        problem,
         first_state(method, flat),
         lambda state, step: update(state, jnp.int32(step)),
         weights,
@@ -367,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     check_least(parser, args, **least, **sizes, requests=3, held_out=2, patience=0, simulated=0)
     if args.simulated == 1:
         parser.error("--simulated is 1; one episode has no interval: give 0, or at least 2")
-    check_positive(parser, args, "rate", "sigma", "learning_rate")
+    check_positive(parser, args, "rate", "sigma", "temperature", "learning_rate")
     check_seed(parser, args.seed)
     return exit_status(lambda: train(args.out, setup_of(args, Setup), args.every))
 

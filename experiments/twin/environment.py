@@ -6,29 +6,42 @@ first, the highest is preempted first (`scheduler.Order`). A request that has no
 ended has a score that nobody reads. Time passes as the cost says; if nothing is unfinished, until
 the next arrival. An episode ends with its last request.
 
-    environment = Environment(count=64, draw=workloads.poisson(64))
-    params = Params(sizes, cost, workload)
+    environment = Environment()
+    params = environment.default_params
     observation, state = environment.reset(key, params)
+    action = environment.action_space(params).sample(action_key)
     observation, state, reward, done, info = environment.step(key, state, action, params)
 
-`step` begins the next episode by itself when one ends, as gymnax does; `step_env` does not. There
-are no default parameters and no spaces: `Order` and `Observation` say what actions and observations
-are.
+`step` begins the next episode by itself when one ends, as gymnax does; `step_env` does not. Names
+and arguments are those of gymnax's base class, and the spaces have its attributes (spaces.py). The
+workload, the reward and the observation are functions: give yours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from experiments.simulation.cost import CHIPS, SHAPES, Roofline
 from experiments.twin import cost as costs
-from experiments.twin import scheduler
+from experiments.twin import scheduler, workloads
 from experiments.twin.cost import Cost
 from experiments.twin.policies import all_offered
-from experiments.twin.scheduler import COMING, ENDED, RUNNING, WAITING, Order, Requests, Sizes
+from experiments.twin.scheduler import (
+    COMING,
+    ENDED,
+    LARGEST_SCORE,
+    RUNNING,
+    WAITING,
+    Order,
+    Requests,
+    Sizes,
+)
+from experiments.twin.spaces import Box, Dict, space_like
 from experiments.twin.workloads import Draw
 
 NOT_YET = -1  # a time
@@ -90,10 +103,11 @@ SEQUENCE = (
 TOTALS = ("waiting", "running", "free_blocks", "now_ms")
 
 Reward = Callable[[State, State, Params], jax.Array]
+Observe = Callable[[State, Params], Any]
 
 
-def observe(state: State) -> Observation:
-    """The observation of a state."""
+def observe(state: State, params: Params) -> Observation:
+    """The observation of a state: what a policy sees."""
     requests = state.requests
     phase = state.scheduler.phase
     waiting = phase == WAITING
@@ -176,30 +190,90 @@ def _jain(state: State) -> jax.Array:
 
 
 class Environment(NamedTuple):
-    """count: requests of an episode, N.
-    draw: the workload of an episode (workloads.py).
+    """A world as a value. Two are equal if their functions are.
+
+    count: requests of an episode, N.
+    draw: the workload of an episode (workloads.py); None: `workloads.poisson(count)`.
     reward: a value of REWARDS, or your own (before, after, params) -> float32 [].
+    observe: `observe`, or your own (state, params) -> arrays.
     """
 
-    count: int
-    draw: Draw
+    count: int = 64
+    draw: Draw | None = None
     reward: Reward = latency
+    observe: Observe = observe
 
     @property
     def name(self) -> str:
+        """The environment's name."""
         return "PagedScheduler"
 
-    def reset(self, key: jax.Array, params: Params) -> tuple[Observation, State]:
+    @property
+    def num_actions(self) -> int:
+        """How many numbers an action has."""
+        return self.count
+
+    @property
+    def default_params(self) -> Params:
+        """A small engine of Llama-3-8B on an H200, with chats, summaries and essays.
+
+        Raises:
+            ValueError: the workload is of one's own, whose parameters are not known here.
+        """
+        if self.draw is not None:
+            raise ValueError(
+                f"draw is {self.draw!r:.80}, and the default parameters are those of the default "
+                "workload; give Params with the parameters of yours"
+            )
+        return _default_params()
+
+    def action_space(self, params: Params | None = None) -> Box:
+        """A score for each request, int32 [N]."""
+        return Box(-LARGEST_SCORE, LARGEST_SCORE, (self.count,), jnp.int32)
+
+    def observation_space(self, params: Params | None = None) -> Box | Dict:
+        """The space of what `observe` returns: a named tuple has a space for each field."""
+        params = self._given(params)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        observation, _ = jax.eval_shape(self.reset, key, params)
+        return space_like(observation)
+
+    def is_terminal(self, state: State, params: Params) -> jax.Array:
+        """Whether all requests have ended: bool []."""
+        return jnp.all(state.scheduler.phase == ENDED)
+
+    def discount(self, state: State, params: Params) -> jax.Array:
+        """0 at the end of an episode, else 1: float32 []."""
+        return jnp.where(self.is_terminal(state, params), 0.0, 1.0)
+
+    def get_obs(
+        self, state: State, params: Params | None = None, key: jax.Array | None = None
+    ) -> Any:
+        """The observation of a state. key: not used."""
+        return self.observe(state, self._given(params))
+
+    def _given(self, params: Params | None) -> Params:
+        return self.default_params if params is None else params
+
+    def reset(self, key: jax.Array, params: Params | None = None) -> tuple[Any, State]:
         """A new episode, at its first arrival."""
-        requests = self.draw(key, params.workload)
+        params = self._given(params)
+        draw = self.draw or workloads.poisson(self.count)
+        requests = draw(key, params.workload)
         never = jnp.full_like(requests.arrival, NOT_YET)
         first = scheduler.init(params.sizes, requests)
         state = _arrived(State(first, requests, jnp.int32(0), never, never))
-        return observe(state), state
+        return self.observe(state, params), state
+
+    reset_env = reset
 
     def step_env(
-        self, key: jax.Array, state: State, action: jax.Array | Order, params: Params
-    ) -> tuple[Observation, State, jax.Array, jax.Array, dict[str, Any]]:
+        self,
+        key: jax.Array,
+        state: State,
+        action: jax.Array | Order,
+        params: Params | None = None,
+    ) -> tuple[Any, State, jax.Array, jax.Array, dict[str, Any]]:
         """One step of the engine -> (observation, state, reward, done, info).
 
         Args:
@@ -211,6 +285,7 @@ class Environment(NamedTuple):
         Raises:
             ValueError: the reward is not one number.
         """
+        params = self._given(params)
         order = action if isinstance(action, Order) else all_offered(action)
         planned, plan = scheduler.schedule(state.scheduler, params.sizes, order)
         committed, ended = scheduler.commit(planned, plan, state.requests)
@@ -230,12 +305,16 @@ class Environment(NamedTuple):
                 f"the reward of a step has the shape {jnp.shape(reward)}; return one number, such "
                 "as a sum or a mean over the requests"
             )
-        done = jnp.all(after.scheduler.phase == ENDED)
-        return observe(after), after, reward, done, {"plan": plan}
+        done = self.is_terminal(after, params)
+        return self.observe(after, params), after, reward, done, {"plan": plan}
 
     def step(
-        self, key: jax.Array, state: State, action: jax.Array | Order, params: Params
-    ) -> tuple[Observation, State, jax.Array, jax.Array, dict[str, Any]]:
+        self,
+        key: jax.Array,
+        state: State,
+        action: jax.Array | Order,
+        params: Params | None = None,
+    ) -> tuple[Any, State, jax.Array, jax.Array, dict[str, Any]]:
         """`step_env`; after the last step of an episode, observation and state are those of the
         next one.
         """
@@ -245,6 +324,15 @@ class Environment(NamedTuple):
             lambda new, old: jnp.where(done, new, old), fresh, (observation, after)
         )
         return next_observation, next_state, reward, done, info
+
+
+@cache
+def _default_params() -> Params:
+    sizes = Sizes(block_size=16, num_blocks=320, budget=256, max_running=8)
+    roofline = Roofline(SHAPES["llama-3-8b"], CHIPS["h200"])
+    with jax.ensure_compile_time_eval():  # a caller may be traced
+        cost = Cost.of(roofline, sizes)
+    return Params(sizes, cost, workloads.mixed(rate=24.0, spread=0.7))
 
 
 def _arrived(state: State) -> State:

@@ -23,6 +23,9 @@ from experiments.twin.learned import (
 from experiments.twin.policies import all_offered, arrivals
 from experiments.twin.scheduler import Ints, Order, Requests, State
 
+FLOAT_BITS = 24  # of a float32's number, the hidden first one included
+FLOAT_BIAS = 127  # of its exponent
+
 
 class Scorer(nnx.Module):
     """features [..., 6], log2 of counts, -> score [...], in arrivals."""
@@ -82,17 +85,20 @@ def network_of(weights: Integers) -> Network:
 
 
 def log2(counts: Ints) -> Ints:
-    """As `learned.log2`."""
+    """As `learned.log2`: the exponent and the first bits of the fraction are those of a float32, which
+    has them side by side. Large numbers lose bits that matter to neither, so that no conversion
+    rounds.
+    """
     number = counts + 1
-    exponent = 31 - jax.lax.clz(number)
-    fraction = ((number << FRACTION) >> exponent) & ((1 << FRACTION) - 1)
-    return (exponent << FRACTION) + fraction
+    exact = jnp.where(number < 2**FLOAT_BITS, number, number & -(2**8)).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(exact, jnp.int32)
+    return (bits >> (FLOAT_BITS - 1 - FRACTION)) - (FLOAT_BIAS << FRACTION)
 
 
-def features(state: State, requests: Requests) -> Ints:
-    """int32 [N, features]: as `learned.features`."""
+def features(state: State, requests: Requests) -> tuple[Ints, ...]:
+    """int32 [N] each: as `learned.features`."""
     output = state.length - requests.prompt_len
-    columns = (
+    return (
         log2(requests.prompt_len),
         log2(output),
         log2(requests.limit - requests.prompt_len),
@@ -100,13 +106,13 @@ def features(state: State, requests: Requests) -> Ints:
         log2(jnp.maximum(requests.predicted - output, 0)),
         jnp.clip(requests.priority, -8, 7) << FRACTION,
     )
-    return jnp.stack(columns, axis=-1)
 
 
 def order(weights: Integers, state: State, requests: Requests) -> Order:
     """The order of a learnt policy: its keys are those of `learned.key`."""
-    inputs = features(state, requests)
-    values = jnp.sum(inputs[:, None, :] * weights.hidden, axis=-1) + weights.bias
+    values = weights.bias
+    for column, inputs in enumerate(features(state, requests)):
+        values = values + inputs[:, None] * weights.hidden[:, column]
     hidden = jnp.clip(values >> WEIGHT_FRACTION, 0, LARGEST_HIDDEN)
     total = jnp.sum(hidden * weights.output, axis=-1) + weights.output_bias
     score = jnp.clip(total >> WEIGHT_FRACTION, 0, weights.patience << FRACTION)

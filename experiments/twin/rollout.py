@@ -20,46 +20,61 @@ Decide = Callable[[Any, scheduler.State, Requests], Order]
 
 
 def returns(
-    world: Environment, decide: Decide, policy: Any, params: Params, keys: jax.Array
+    world: Environment,
+    decide: Decide,
+    policy: Any,
+    params: Params,
+    keys: jax.Array,
+    together: int | None = None,
 ) -> jax.Array:
     """float32 [worlds]: the sum of the rewards of an episode from each key.
 
-    The loop ends when the last world has ended; a world that has ended earns nothing more. The sum is
-    NaN of a world that cannot end: a step computes nothing while requests wait, as one of them is
-    larger than the pool, or the policy offers none; or its time is beyond int32.
+    A world that has ended earns nothing more. The sum is NaN of a world that cannot end: a step
+    computes nothing while requests wait, as one of them is larger than the pool, or the policy offers
+    none; or its time is beyond int32.
 
     Args:
         policy: what `decide` gets first, the same for all worlds.
         keys: [worlds].
+        together: worlds of one loop, which ends when the last of them has ended; None: all. Loops
+            follow each other. `cached()` is the best number on this device.
     """
-    return played(world, decide, policy, params, keys)[1]
+    return played(world, decide, policy, params, keys, together)[1]
 
 
 def played(
-    world: Environment, decide: Decide, policy: Any, params: Params, keys: jax.Array
+    world: Environment,
+    decide: Decide,
+    policy: Any,
+    params: Params,
+    keys: jax.Array,
+    together: int | None = None,
 ) -> tuple[State, jax.Array]:
     """As `returns` -> (the last state of each world, sums of rewards)."""
 
-    def step(state: State) -> tuple[State, jax.Array]:
-        order = decide(policy, state.scheduler, state.requests)
-        _, after, reward, done, info = world.step_env(keys[0], state, order, params)
-        began = jnp.any(state.scheduler.phase != ENDED)
-        computes = jnp.any(info["plan"].counts > 0) & (after.now >= state.now)
-        reward = jnp.where(done | computes, reward, jnp.nan)
-        return after, jnp.where(began, reward, 0.0)
+    def episode(key: jax.Array) -> tuple[State, jax.Array]:
+        def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+            state, total = carry
+            order = decide(policy, state.scheduler, state.requests)
+            _, after, reward, done, info = world.step_env(key, state, order, params)
+            computes = jnp.any(info["plan"].counts > 0) & (after.now >= state.now)
+            return after, total + jnp.where(done | computes, reward, jnp.nan)
 
-    def advance(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-        states, sums = carry
-        states, rewards = jax.vmap(step)(states)
-        return states, sums + rewards
+        def unfinished(carry: tuple[State, jax.Array]) -> jax.Array:
+            state, total = carry
+            return jnp.any(state.scheduler.phase != ENDED) & ~jnp.isnan(total)
 
-    def unfinished(carry: tuple[State, jax.Array]) -> jax.Array:
-        states, sums = carry
-        return jnp.any((states.scheduler.phase != ENDED) & ~jnp.isnan(sums)[:, None])
+        state = world.reset(key, params)[1]
+        return jax.lax.while_loop(unfinished, step, (state, jnp.float32(0)))
 
-    states = jax.vmap(world.reset, (0, None))(keys, params)[1]
-    zeros = jnp.zeros(keys.shape, jnp.float32)
-    return jax.lax.while_loop(unfinished, advance, (states, zeros))
+    return jax.lax.map(episode, keys, batch_size=together or len(keys))
+
+
+def cached() -> int | None:
+    """How many worlds of some 64 requests to play together: on a CPU, so many as its cache holds;
+    else all.
+    """
+    return 32 if jax.default_backend() == "cpu" else None
 
 
 def shortest_left(policy: None, state: scheduler.State, requests: Requests) -> Order:

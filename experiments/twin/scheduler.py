@@ -4,17 +4,15 @@ be compiled, mapped over many worlds and scanned over many steps.
     submit -> schedule -> commit, as there: State in, State out
 
 A world has N requests, in order of arrival, from its beginning to its end. The sets that the
-scheduler lists are masks here, and its loops over sequences in an order are sums over those before
-each: `sums_before` compares each pair, which costs N * N comparisons and no sort.
+scheduler lists are masks here. Nothing is sorted: each turn of a loop finds the next sequence of the
+order by two reductions. Most steps ask no sequence, or one.
 
-Rules of the scheduler (the numbers of its docstring) and how they are sums:
+Rules of the scheduler (the numbers of its docstring) and what they are here:
 
 1, 2. Of the running sequences at most one is no decode: a prompt that was cut because the budget
       was used up, and nothing enters before it is computed. It gets what the decodes leave.
-3.    Those that enter are the longest beginning of the policy's order for which rows, tokens and
-      blocks suffice. All three sums grow along the order, so each sequence can be asked alone.
-5.    Running sequences leave, the last of the policy's order first, until the free blocks suffice:
-      one leaves if they would not suffice after those before it have left.
+3.    Waiting sequences enter in the policy's order, until rows, tokens or blocks are used up.
+5.    Running sequences leave, the last of the policy's order first, until the free blocks suffice.
 7.    By recomputation: nothing computed, nothing kept.
 
 What is left out, and refused by name (`Sizes.of`): swapping, groups of layers, steps of one kind,
@@ -27,7 +25,6 @@ tests/experiments/twin/test_array_scheduler.py compares plans with the scheduler
 
 from __future__ import annotations
 
-from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -180,27 +177,8 @@ def submit(state: State, arrived: Flags) -> State:
     return state._replace(phase=phase)
 
 
-def sums_before(score: Ints, *columns: Ints) -> tuple[Ints, ...]:
-    """Of each column, int32 [N]: for each item, the sum over the items before it. Those are the items
-    with a lower score, and the earlier ones with the same score.
-
-    One reduction gives all sums. On a CPU it takes a fortieth of the time of a `jnp.sum` for each
-    column, for which XLA writes the comparisons to memory; with one column alone it is not so fast.
-    """
-    places = jnp.arange(score.shape[0], dtype=jnp.int32)
-    earlier = (places[None, :] < places[:, None]).astype(jnp.int32)
-    before = score[None, :] < score[:, None] + earlier
-    counted = [jnp.where(before, column[None, :], 0) for column in columns]
-    zeros = [jnp.int32(0)] * len(columns)
-    return tuple(jax.lax.reduce(tuple(counted), tuple(zeros), _added, (1,)))
-
-
-def _added(sums: tuple[Ints, ...], values: tuple[Ints, ...]) -> tuple[Ints, ...]:
-    return tuple(map(add, sums, values))
-
-
 def blocks_for(tokens: Ints, sizes: Sizes) -> Ints:
-    """The number of blocks for a number of tokens."""
+    """The blocks that hold so many tokens."""
     return (tokens + sizes.block_size - 1) // sizes.block_size
 
 
@@ -211,55 +189,119 @@ def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
     running = state.phase == RUNNING
     to_compute = state.length - state.computed
     decodes = running & (to_compute == 1)
-    of_prompt = jnp.where(running & ~decodes, to_compute, 0)  # of one sequence at most
-    waiting = (state.phase == WAITING) & order.offered & ~jnp.any(preempted)
-    of_waiting = jnp.where(waiting, state.length, 0)
-    need = jnp.where(waiting, blocks_for(state.length, sizes), 0)
-    waiting_before, blocks_before, place = sums_before(
-        order.score, of_waiting, need, waiting.astype(jnp.int32)
-    )
     budget = sizes.budget - jnp.sum(decodes)
-    counts = decodes + jnp.minimum(budget, of_prompt)
-    budget -= jnp.sum(jnp.minimum(budget, of_prompt))
-
-    admitted = (
-        waiting
-        & (place < sizes.max_running - jnp.sum(running))
-        & (waiting_before < budget)
-        & (blocks_before + need <= state.free_blocks)
-    )
-    counts += jnp.where(admitted, jnp.minimum(state.length, budget - waiting_before), 0)
+    of_prompts = jnp.where(running & ~decodes, jnp.minimum(budget, to_compute), 0)  # of one at most
     first_decodes = decodes & (state.decodes_since == NO_STEP)
-    decodes_since = jnp.where(first_decodes, state.step, state.decodes_since)
+    counts = decodes + of_prompts
+    state = state._replace(decodes_since=jnp.where(first_decodes, state.step, state.decodes_since))
+    room = Room(
+        rows=jnp.where(jnp.any(preempted), 0, sizes.max_running - jnp.sum(running)),
+        tokens=budget - jnp.sum(of_prompts),
+        blocks=state.free_blocks,
+    )
+    entry = _admit(state, sizes, order, room)
+    admitted = entry.counts > 0
     state = state._replace(
         phase=jnp.where(admitted, RUNNING, state.phase),
-        blocks=jnp.where(admitted, need, state.blocks),
-        entered=jnp.where(admitted, state.admissions + place, state.entered),
-        decodes_since=jnp.where(admitted, NO_STEP, decodes_since),
-        free_blocks=state.free_blocks - jnp.sum(jnp.where(admitted, need, 0)),
-        admissions=state.admissions + jnp.sum(admitted),
+        blocks=jnp.where(admitted, entry.blocks, state.blocks),
+        entered=jnp.where(admitted, state.admissions + entry.places, state.entered),
+        decodes_since=jnp.where(admitted, NO_STEP, state.decodes_since),
+        free_blocks=entry.room.blocks,
+        admissions=state.admissions + entry.number,
     )
-    used = sizes.num_blocks - state.free_blocks
-    places = jnp.where(preempted, exits, place)
-    plan = Plan(counts, state.computed, state.length, admitted, preempted, places, used)
+    plan = Plan(
+        counts + entry.counts,
+        state.computed,
+        state.length,
+        admitted,
+        preempted,
+        jnp.where(preempted, exits, entry.places),
+        sizes.num_blocks - state.free_blocks,
+    )
     return state, plan
 
 
+class Room(NamedTuple):
+    """What a step has left for sequences that wait: int32 []."""
+
+    rows: Ints
+    tokens: Ints
+    blocks: Ints
+
+
+class Entry(NamedTuple):
+    """The admission of a step, while it goes on.
+
+    waits: bool [N], who is still to be asked.
+    counts, blocks, places: int32 [N], of those that enter; 0 of the others.
+    number: int32 [], how many enter.
+    """
+
+    waits: Flags
+    counts: Ints
+    blocks: Ints
+    places: Ints
+    number: Ints
+    room: Room
+
+
+def _admit(state: State, sizes: Sizes, order: Order, room: Room) -> Entry:
+    """Waiting sequences enter, the first of the order first, until rows or tokens are used up, or
+    the next one's blocks are not there.
+    """
+
+    def goes_on(entry: Entry) -> Flags:
+        return (entry.room.rows > 0) & (entry.room.tokens > 0) & jnp.any(entry.waits)
+
+    def ask_next(entry: Entry) -> Entry:
+        next_one = first_of(order.score, entry.waits)
+        length = _value(state.length, next_one)
+        need = blocks_for(length, sizes)
+        fits = need <= entry.room.blocks
+        enters = next_one & fits
+        count = jnp.minimum(length, entry.room.tokens)
+        return Entry(
+            waits=entry.waits & ~next_one & fits,
+            counts=jnp.where(enters, count, entry.counts),
+            blocks=jnp.where(enters, need, entry.blocks),
+            places=jnp.where(enters, entry.number, entry.places),
+            number=entry.number + fits,
+            room=Room(
+                entry.room.rows - fits,
+                entry.room.tokens - jnp.where(fits, count, 0),
+                entry.room.blocks - jnp.where(fits, need, 0),
+            ),
+        )
+
+    none = jnp.zeros_like(state.length)
+    waits = (state.phase == WAITING) & order.offered
+    return jax.lax.while_loop(goes_on, ask_next, Entry(waits, none, none, none, jnp.int32(0), room))
+
+
 def _make_room(state: State, sizes: Sizes, score: Ints) -> tuple[State, Flags, Ints]:
-    """A block for each decode whose last block is full; sequences leave until the free blocks
-    suffice -> (state, who was preempted, in which place).
+    """A block for each decode whose last block is full; sequences leave, the last of the order
+    first, until the free blocks suffice -> (state, who was preempted, in which place).
     """
     running = state.phase == RUNNING
     full = running & (state.computed == state.blocks * sizes.block_size)
-    spared = jnp.where(running, state.blocks + full, 0)  # blocks, if the sequence leaves
-    rows = running.astype(jnp.int32)
-    spared_by_earlier, earlier_rows = sums_before(score, spared, rows)
-    # the last leaves first
-    spared_before = jnp.sum(spared) - spared - spared_by_earlier
-    place = jnp.sum(rows) - rows - earlier_rows
+    spared = state.blocks + full  # blocks, if the sequence leaves
+
+    def are_missing(left: tuple[Flags, Ints, Ints, Ints]) -> Flags:
+        *_, missing = left
+        return missing > 0
+
+    def leave(left: tuple[Flags, Ints, Ints, Ints]) -> tuple[Flags, Ints, Ints, Ints]:
+        stays, places, number, missing = left
+        last = last_of(score, stays)
+        places = jnp.where(last, number, places)
+        return stays & ~last, places, number + 1, missing - _value(spared, last)
+
     missing = jnp.sum(full) - state.free_blocks
-    preempted = running & (missing > spared_before)
-    grows = full & ~preempted
+    stays, places, _, _ = jax.lax.while_loop(
+        are_missing, leave, (running, jnp.zeros_like(score), jnp.int32(0), missing)
+    )
+    preempted = running & ~stays
+    grows = full & stays
     returned = jnp.sum(jnp.where(preempted, state.blocks, 0))
     state = state._replace(
         phase=jnp.where(preempted, WAITING, state.phase),
@@ -267,7 +309,28 @@ def _make_room(state: State, sizes: Sizes, score: Ints) -> tuple[State, Flags, I
         blocks=jnp.where(preempted, 0, state.blocks + grows),
         free_blocks=state.free_blocks + returned - jnp.sum(grows),
     )
-    return state, preempted, place
+    return state, preempted, places
+
+
+def first_of(score: Ints, among: Flags) -> Flags:
+    """bool [N]: the one of these with the lowest score; the earliest of equals."""
+    places = jnp.arange(score.shape[0], dtype=jnp.int32)
+    lowest = jnp.min(jnp.where(among, score, LARGEST_SCORE + 1))
+    equals = among & (score == lowest)
+    return places == jnp.min(jnp.where(equals, places, score.shape[0]))
+
+
+def last_of(score: Ints, among: Flags) -> Flags:
+    """bool [N]: the one of these with the highest score; the latest of equals."""
+    places = jnp.arange(score.shape[0], dtype=jnp.int32)
+    highest = jnp.max(jnp.where(among, score, -LARGEST_SCORE - 1))
+    equals = among & (score == highest)
+    return places == jnp.max(jnp.where(equals, places, -1))
+
+
+def _value(column: Ints, chosen: Flags) -> Ints:
+    """int32 []: the item of the column that is chosen."""
+    return jnp.sum(jnp.where(chosen, column, 0))
 
 
 def commit(state: State, plan: Plan, requests: Requests) -> tuple[State, Flags]:
@@ -281,6 +344,6 @@ def commit(state: State, plan: Plan, requests: Requests) -> tuple[State, Flags]:
         computed=computed,
         blocks=jnp.where(ended, 0, state.blocks),
         free_blocks=state.free_blocks + jnp.sum(jnp.where(ended, state.blocks, 0)),
-        step=state.step + 1,
+        step=state.step + jnp.any(plan.counts > 0),
     )
     return state, ended

@@ -65,10 +65,15 @@ def items_of(requests: Requests) -> list[WorkItem]:
     ]
 
 
+def engine_of(config: EngineConfig, step_time: StepTime) -> SimulatedEngine:
+    """A simulated engine with this step time."""
+    simulate = Simulate(chip="h200", model="llama-3-8b", padded=False)
+    return SimulatedEngine(config, step_time, vocab_size=VOCABULARY, simulate=simulate)
+
+
 def run(requests: Requests, config: EngineConfig, step_time: StepTime) -> Run:
     """A run of a world in the simulator."""
-    simulate = Simulate(chip="h200", model="llama-3-8b", padded=False)
-    engine = SimulatedEngine(config, step_time, vocab_size=VOCABULARY, simulate=simulate)
+    engine = engine_of(config, step_time)
     start, results = drive(engine, items_of(requests), SAMPLING, engine.clock, engine.sleep)
     return run_of(results, start, len(requests.arrival))
 

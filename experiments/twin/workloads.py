@@ -85,6 +85,24 @@ def poisson(count: int) -> Draw:
     return draw
 
 
+def mixed(rate: float, spread: float) -> Poisson:
+    """Chats, summaries (long prompts, short answers) and essays (short prompts, long answers): at most
+    1,600 tokens each. So the shortest prompt is a bad guess of the shortest request.
+    """
+    return Poisson(
+        rate=rate,
+        kinds=np.asarray([0.5, 0.3, 0.2], np.float32),
+        prompt=Lengths(
+            np.asarray([60, 400, 40], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 4, 1000
+        ),
+        output=Lengths(
+            np.asarray([60, 25, 250], np.float32), np.asarray([0.8, 0.5, 0.5], np.float32), 2, 600
+        ),
+        spread=spread,
+        max_tokens=600,
+    )
+
+
 def _lengths(key: jax.Array, lengths: Lengths, kind: jax.Array) -> jax.Array:
     """int32 [N]: a length of each request."""
 

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from experiments.training import train_policy
+from experiments.training.policy_methods import METHODS
 from experiments.training.train_policy import Setup
 from pagedjax.host.policies import Policy
 from pagedjax.options.own_values import own_value
@@ -18,26 +19,29 @@ pytestmark = pytest.mark.few_optimisations
 SMALL = Setup(steps=4, requests=12, pairs=2, worlds=2, held_out=8, units=3, rate=60.0, simulated=2)
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, method):
     lines: list[str] = []
-    whole = train_policy.train(tmp_path / "whole", SMALL, 2, say=lines.append)
+    setup = dataclasses.replace(SMALL, method=method)
+    whole = train_policy.train(tmp_path / "whole", setup, 2, say=lines.append)
     assert [loss["step"] for loss in whole] == [2, 4]
-    half = dataclasses.replace(SMALL, steps=2)
+    half = dataclasses.replace(setup, steps=2)
     train_policy.train(tmp_path / "half", half, 2, say=lines.append)
     (tmp_path / "half" / "run.json").write_text((tmp_path / "whole" / "run.json").read_text())
-    assert train_policy.train(tmp_path / "half", SMALL, 2, say=lines.append) == whole
+    assert train_policy.train(tmp_path / "half", setup, 2, say=lines.append) == whole
     files = [tmp_path / name / "learned.py" for name in ("whole", "half")]
     assert files[0].read_text("utf-8") == files[1].read_text("utf-8")
     policy = own_value("policy", f"{files[0]}:POLICY", Policy, {})
     assert policy.bound == SMALL.patience
     with refused("holds another run: units is 4, there 3"):
-        train_policy.train(tmp_path / "whole", dataclasses.replace(SMALL, units=4), 2)
+        train_policy.train(tmp_path / "whole", dataclasses.replace(setup, units=4), 2)
 
 
 @pytest.mark.slow
-def test_it_beats_first_come_and_the_shortest_prompt(tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_it_beats_first_come_and_the_shortest_prompt(method):
     """On episodes that it has not seen, by intervals that exclude no difference."""
-    setup = Setup(steps=16, requests=32, worlds=16, held_out=128, rate=30.0)
+    setup = Setup(steps=12, method=method, requests=32, worlds=16, held_out=128, rate=30.0)
     trainer = train_policy.make_trainer(setup)
     state = trainer.start
     for step in range(setup.steps):
@@ -51,6 +55,7 @@ def test_it_beats_first_come_and_the_shortest_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--method", "guess"], "method is 'guess'; it must be one of 'evolution', 'gradient'"),
         (["--reward", "speed"], "reward is 'speed'; it must be one of 'latency'"),
         (["--num-blocks", "9"], "the longest request of 1600 tokens has 100 blocks of 16; raise"),
         (["--worlds", "0"], "--worlds is 0; it must be at least 1"),

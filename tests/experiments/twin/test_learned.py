@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from experiments.twin import learned, network
+from experiments.twin import learned, network, workloads
 from experiments.twin.learned import FEATURES, FRACTION, LARGEST_WEIGHT, Network
 from experiments.twin.network import Integers
 from pagedjax.host.checker import check as checker
@@ -63,7 +63,8 @@ def test_plans_are_those_of_the_scheduler_under_the_exported_policy(seed):
 
 
 def test_logarithms_are_those_of_floats_rounded_down_at_powers_of_two():
-    counts = np.unique([*range(300), *[2**k + d for k in range(9, 27) for d in (-2, -1, 0, 1)]])
+    around_powers = [2**k + d for k in range(9, 27) for d in (-2, -1, 0, 1)]
+    counts = np.unique([*range(300), *around_powers, workloads.MOST_PREDICTED])
     on_arrays = np.asarray(network.log2(jnp.asarray(counts, jnp.int32)))
     np.testing.assert_array_equal(on_arrays, [learned.log2(int(count)) for count in counts])
     exact = np.log2(counts + 1.0)

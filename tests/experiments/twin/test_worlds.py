@@ -17,6 +17,7 @@ from experiments.twin import environment, policies, simulated, workloads
 from experiments.twin.cost import Cost
 from experiments.twin.environment import NOT_YET, SEQUENCE, TOTALS, Environment, Params
 from experiments.twin.scheduler import Sizes
+from experiments.twin.spaces import Box, space_like
 from experiments.twin.workloads import Lengths, Poisson
 from pagedjax.host.types import SchedulerConfig
 from pagedjax.options.config import EngineConfig
@@ -66,8 +67,8 @@ def episode(
     return jax.lax.scan(step, world.reset(key, params)[1], None, length=STEPS)
 
 
-# one for each reward
-run_episode = jax.jit(chex.assert_max_traces(episode, 3), static_argnums=0)
+# one for each reward, and one for an observation
+run_episode = jax.jit(chex.assert_max_traces(episode, 4), static_argnums=0)
 
 
 @pytest.mark.parametrize("name", policies.POLICIES)
@@ -119,7 +120,7 @@ def jain(state: Any) -> float:
 
 
 class TestInterface(chex.TestCase):
-    """What gymnax asks of an environment."""
+    """What gymnax asks of an environment, as its own tests do."""
 
     @chex.variants(with_jit=True, without_jit=True)  # pyright: ignore[reportCallIssue]
     def test_reset_and_step(self):
@@ -128,13 +129,22 @@ class TestInterface(chex.TestCase):
         observation, state = variant(WORLD.reset)(key, PARAMS)
         chex.assert_shape(observation.sequences, (COUNT, len(SEQUENCE)))
         chex.assert_shape(observation.totals, (len(TOTALS),))
-        action = jnp.zeros((COUNT,), jnp.int32)
+        space = WORLD.observation_space(PARAMS)
+        actions = WORLD.action_space(PARAMS)
+        action = variant(actions.sample)(key)
+        chex.assert_shape(action, (WORLD.num_actions,))
+        chex.assert_type(action, jnp.int32)
+        assert actions.contains(action)
+        assert space.contains(observation)
         results = variant(WORLD.step)(key, state, action, PARAMS)
         chex.assert_trees_all_equal_shapes_and_dtypes(results[:2], (observation, state))
-        _, _, reward, done, _ = results
+        next_observation, after, reward, done, _ = results
+        assert space.contains(next_observation)
+        chex.assert_trees_all_equal(next_observation, WORLD.get_obs(after, PARAMS))
         chex.assert_shape([reward, done], ())
         chex.assert_type([reward, done], [jnp.float32, bool])
         chex.assert_tree_all_finite(reward)
+        assert WORLD.discount(after, PARAMS) == 1 - WORLD.is_terminal(after, PARAMS)
 
     def test_worlds_of_one_program_are_those_of_single_runs(self):
         keys = jax.random.split(jax.random.key(4), 3)
@@ -142,6 +152,61 @@ class TestInterface(chex.TestCase):
         for i, key in enumerate(keys):
             alone = WORLD.reset(key, PARAMS)
             chex.assert_trees_all_equal(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+
+
+def test_an_environment_has_default_parameters():
+    world = Environment(4)
+    assert (world.name, world.num_actions) == ("PagedScheduler", 4)
+    step = jax.jit(world.step)
+    key = jax.random.key(0)
+    observation, state = jax.jit(world.reset)(key)
+    for action_key in jax.random.split(key, 5):
+        action = world.action_space().sample(action_key)
+        observation, state, reward, _, _ = step(action_key, state, action)
+        assert world.observation_space().contains(observation)
+        assert reward <= 0
+    with refused("draw is .*the default parameters are those of the default workload; give Params"):
+        _ = WORLD.default_params
+
+
+def test_a_space_has_what_its_sample_has():
+    """Of each dtype that an observation may have; and not what lies outside."""
+    members = {
+        "counts": jnp.zeros((2, 3), jnp.int32),
+        "flags": jnp.zeros((3,), bool),
+        "shares": jnp.zeros((), jnp.float32),
+    }
+    space = space_like(members)
+    sample = space.sample(jax.random.key(0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(dict(sample), members)
+    assert space.num_spaces == 3
+    assert space.contains(sample)
+    assert not space.contains({**members, "flags": jnp.zeros((4,), bool)})
+    low = Box(0, 5, (2,), jnp.int32)
+    assert not low.contains(jnp.int32([6, 0]))
+    assert low.contains(jnp.int32([5, 0]))
+    with refused("an observation has a list; return arrays, or a named tuple or a dictionary"):
+        space_like([members])
+
+
+def test_a_reward_and_an_observation_of_ones_own_are_a_function_each():
+    def served(before: Any, after: Any, params: Params) -> jax.Array:
+        ends = (after.end != NOT_YET) & (before.end == NOT_YET)
+        return jnp.sum(ends).astype(jnp.float32)
+
+    def shares(state: Any, params: Params) -> dict[str, jax.Array]:
+        return {"free": state.scheduler.free_blocks / params.sizes.num_blocks}
+
+    world = WORLD._replace(reward=served, observe=shares)
+    key = jax.random.key(6)
+    observation, state = world.reset(key, PARAMS)
+    assert observation == {"free": 1.0}
+    assert world.observation_space(PARAMS).spaces["free"].dtype == jnp.float32
+    _, (rewards, done, _) = run_episode(world, key, PARAMS, jnp.int32(0))
+    assert done[-1]
+    assert rewards.sum() == COUNT
+    observation, *_ = world.step(key, state, jnp.zeros((COUNT,), jnp.int32), PARAMS)
+    assert 0 < observation["free"] < 1
 
 
 def test_the_next_episode_begins_by_itself():

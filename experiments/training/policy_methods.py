@@ -1,0 +1,216 @@
+"""How the parameters of a scheduling policy move: evolution strategies, and a policy gradient.
+
+Both play `2 * pairs * worlds` episodes a step, and return an estimate of the gradient of the loss,
+which is minus the mean return.
+
+- `evolution` (Salimans et al. 2017, arXiv 1703.03864): candidates lie around the parameters in
+  pairs, all of them play the same episodes as the integers that would be exported, and their ranks
+  weigh the directions.
+- `policy_gradient` (REINFORCE: Williams 1992). Each decision is drawn: who enters, and who is
+  preempted, one after the other, with a probability that falls exponentially with the key (Plackett
+  1975, Luce 1959). Each episode is played by several copies that draw differently, and the baseline
+  of a copy is the mean return of the others (Kool et al. 2019). The scores are floats here, so what
+  is exported is the rounded policy without the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from experiments.twin import environment, network, scheduler
+from experiments.twin.environment import Environment, Params
+from experiments.twin.learned import FRACTION
+from experiments.twin.network import Integers, Scorer
+from experiments.twin.policies import all_offered, arrivals
+from experiments.twin.rollout import cached, returns
+from experiments.twin.scheduler import ENDED, RUNNING, WAITING, Plan, Sizes
+
+Vector = jax.Array  # float32 [parameters]
+Episodes = Callable[[jax.Array, int], jax.Array]  # (step, count) -> keys
+
+
+class Problem(NamedTuple):
+    """What is trained, and where.
+
+    scorer: of the parameters.
+    weights: the integers of the parameters.
+    episodes: the keys of a step's episodes.
+    patience: in arrivals.
+    """
+
+    world: Environment
+    params: Params
+    scorer: Callable[[Vector], Scorer]
+    weights: Callable[[Vector], Integers]
+    episodes: Episodes
+    patience: int
+
+
+class Estimate(NamedTuple):
+    """gradient: of the loss, float32 [parameters]. loss: float32 []."""
+
+    gradient: jax.Array
+    loss: jax.Array
+
+
+# (problem, setup, parameters, step, a key of this step) -> the estimate
+Method = Callable[[Problem, Any, Vector, jax.Array, jax.Array], Estimate]
+
+
+# --- evolution strategies -------------------------------------------------------------------------
+
+
+def evolution(
+    problem: Problem, setup: Any, vector: Vector, step: jax.Array, key: jax.Array
+) -> Estimate:
+    """The directions of the candidates, weighed by their ranks."""
+    directions = jax.random.normal(key, (setup.pairs, vector.size))
+    offsets = setup.sigma * jnp.concatenate([directions, -directions])
+    keys = problem.episodes(step, setup.worlds)
+
+    def score(candidate: Vector) -> jax.Array:
+        weights = problem.weights(candidate)
+        results = returns(
+            problem.world, network.order, weights, problem.params, keys, together=cached()
+        )
+        return results.mean()
+
+    scores = by_cache(score, vector + offsets)
+    ranks = jnp.argsort(jnp.argsort(scores)) / (2 * setup.pairs - 1) - 0.5
+    ascent = (ranks[: setup.pairs] - ranks[setup.pairs :]) @ directions
+    return Estimate(-ascent / (setup.pairs * setup.sigma), -scores.mean())
+
+
+def by_cache(function: Callable[..., Any], *rows: Any) -> Any:
+    """The function of each row: one after the other on a CPU, else all together."""
+    if cached() is None:
+        return jax.vmap(function)(*rows)
+    return jax.lax.map(lambda row: function(*row), rows)
+
+
+# --- the policy gradient --------------------------------------------------------------------------
+
+
+def policy_gradient(
+    problem: Problem, setup: Any, vector: Vector, step: jax.Array, key: jax.Array
+) -> Estimate:
+    """REINFORCE with the other copies of an episode as its baseline."""
+    copies = 2 * setup.pairs
+    keys = problem.episodes(step, setup.worlds)
+    noise = jax.random.split(key, (copies, setup.worlds))
+
+    def copy(noise_keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def episode(episode_key: jax.Array, noise_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return drawn_episode(problem, setup.temperature, vector, episode_key, noise_key)
+
+        return jax.vmap(episode)(keys, noise_keys)
+
+    results, directions = by_cache(copy, noise)  # [copies, worlds], [copies, worlds, parameters]
+    others = (results.sum(axis=0) - results) / (copies - 1)
+    advantages = results - others
+    ascent = jnp.einsum("cw,cwp->p", advantages, directions) / results.size
+    return Estimate(-ascent, -results.mean())
+
+
+def drawn_episode(
+    problem: Problem, temperature: float, vector: Vector, key: jax.Array, noise_key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """An episode with drawn decisions -> (its return, the gradient of the logarithm of the
+    probability of its decisions).
+    """
+    world = problem.world
+    params = problem.params
+
+    def advance(carry: tuple[Any, jax.Array, Vector]) -> tuple[Any, jax.Array, Vector]:
+        state, total, direction = carry
+        decisions_key = jax.random.fold_in(noise_key, state.scheduler.step)
+        keys, pull_back = jax.vjp(lambda v: float_keys(problem, v, state), vector)
+        noise = temperature * jax.random.gumbel(decisions_key, keys.shape)
+        runs = state.scheduler.phase == RUNNING
+        drawn = keys + jnp.where(runs, noise, -noise)
+        scores = jnp.round(drawn * 2**FRACTION).astype(jnp.int32)
+        _, after, reward, _, info = world.step_env(key, state, all_offered(scores), params)
+        plan = info["plan"]
+        computes = jnp.any(plan.counts > 0)
+        by_key = log_gradient(state.scheduler, plan, params.sizes, keys, scores, temperature)
+        (more,) = pull_back(by_key)
+        return after, total + jnp.where(computes, reward, jnp.nan), direction + more
+
+    def unfinished(carry: tuple[Any, jax.Array, Vector]) -> jax.Array:
+        state, total, _ = carry
+        return jnp.any(state.scheduler.phase != ENDED) & ~jnp.isnan(total)
+
+    state = world.reset(key, params)[1]
+    first = (state, jnp.float32(0), jnp.zeros_like(vector))
+    _, total, direction = jax.lax.while_loop(unfinished, advance, first)
+    return total, direction
+
+
+def float_keys(problem: Problem, vector: Vector, state: environment.State) -> jax.Array:
+    """float32 [N]: the keys of a learnt policy in arrivals, not rounded."""
+    columns = network.features(state.scheduler, state.requests)
+    inputs = jnp.stack(columns, axis=-1).astype(jnp.float32) / 2**FRACTION
+    score = problem.scorer(vector)(inputs)
+    return arrivals(state.scheduler) + jnp.clip(score, 0, problem.patience)
+
+
+def log_gradient(
+    state: scheduler.State,
+    plan: Plan,
+    sizes: Sizes,
+    keys: jax.Array,
+    scores: jax.Array,
+    temperature: float,
+) -> jax.Array:
+    """float32 [N]: the derivative by the keys of the logarithm of the probability of a step's decisions.
+
+    A decision is which sequence is asked next. The one after the last that entered was asked, too, if
+    rows and tokens were left: its blocks were not there.
+
+    Args:
+        state: before the step.
+        scores: by which the step was planned.
+    """
+    waits = state.phase == WAITING
+    runs = state.phase == RUNNING
+    none_left = ~jnp.any(plan.preempted)
+    stays = runs & ~plan.preempted
+    rows = sizes.max_running - jnp.sum(stays) - jnp.sum(plan.admitted)
+    tokens = sizes.budget - jnp.sum(plan.counts)
+    left = waits & ~plan.admitted
+    refused = scheduler.first_of(scores, left) & (rows > 0) & (tokens > 0) & none_left
+    asked = plan.admitted | refused
+    places = jnp.where(refused, jnp.sum(plan.admitted), plan.places)
+    entries = choice_gradient(-keys / temperature, waits, asked, places)
+    exits = choice_gradient(keys / temperature, runs, plan.preempted, plan.places)
+    return (exits - entries) / temperature
+
+
+def choice_gradient(
+    logits: jax.Array, among: jax.Array, chosen: jax.Array, places: jax.Array
+) -> jax.Array:
+    """float32 [N]: the derivative by the logits of the logarithm of the probability that these were
+    drawn in this order, without replacement.
+
+    Args:
+        among: bool [N], who could be drawn.
+        chosen: bool [N]; places: int32 [N], of each that is chosen: 0, 1, 2 ...
+    """
+
+    def draw(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, gradient = carry
+        left = among & ~(chosen & (places < number))
+        shares = jax.nn.softmax(jnp.where(left, logits, -jnp.inf))
+        return number + 1, gradient + (chosen & (places == number)) - shares
+
+    def draws(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return carry[0] < jnp.sum(chosen)
+
+    return jax.lax.while_loop(draws, draw, (jnp.int32(0), jnp.zeros_like(logits)))[1]
+
+
+METHODS: dict[str, Method] = {"evolution": evolution, "gradient": policy_gradient}

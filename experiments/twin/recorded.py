@@ -1,0 +1,130 @@
+"""The decisions of a recorded run, and those of the scheduler on arrays for the same arrivals.
+
+A recording (`engine.record`) of a simulated or a real engine says before which step each request
+arrived. The scheduler on arrays is given these arrivals and no clock, so both must make the same
+plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.twin import scheduler
+from experiments.twin.rollout import Decide
+from experiments.twin.scheduler import Requests, Sizes
+from pagedjax.host import replay
+from pagedjax.host.policies import POLICIES, Policy
+
+
+class Decision(NamedTuple):
+    """A step's plan, of a world whose requests are "r0", "r1" ...
+
+    rows: (request, known tokens, cached tokens, tokens to compute), in ascending order.
+    admitted, preempted: requests in their order.
+    """
+
+    rows: tuple[tuple[int, int, int, int], ...]
+    admitted: tuple[int, ...]
+    preempted: tuple[int, ...]
+    blocks_used: int
+
+
+class Decisions(NamedTuple):
+    """submitted: int32 [N], how many steps came before each request."""
+
+    submitted: np.ndarray
+    steps: list[Decision]
+
+
+def number_of(request_id: str) -> int:
+    """The number of the request "r7"."""
+    return int(request_id.removeprefix("r"))
+
+
+def of_recording(
+    path: str | PathLike[str], count: int, policies: Mapping[str, Policy] = POLICIES
+) -> Decisions:
+    """The decisions of a recorded run of `count` requests.
+
+    Raises:
+        ReplayError: see `replay.replay`.
+    """
+    submitted = np.zeros(count, np.int32)
+    steps: list[Decision] = []
+    for transition in replay.replay(path, policies):
+        if transition.kind == "submit":
+            newest = max(transition.state.waiting, key=lambda seq: seq.arrival)
+            submitted[number_of(newest.request_id)] = len(steps)
+        plan = transition.plan
+        if transition.kind == "schedule" and plan is not None:
+            numbers = [number_of(seq.request_id) for seq in plan.seqs]
+            rows = zip(numbers, plan.lengths, plan.starts, plan.counts, strict=True)
+            steps.append(
+                Decision(
+                    tuple(sorted(rows)),
+                    tuple(map(number_of, plan.admitted)),
+                    tuple(map(number_of, plan.preempted)),
+                    plan.blocks_used,
+                )
+            )
+    return Decisions(submitted, steps)
+
+
+def on_arrays(
+    requests: Requests,
+    sizes: Sizes,
+    decide: Decide,
+    policy: Any,
+    submitted: np.ndarray,
+    num_steps: int,
+) -> list[Decision]:
+    """The decisions of the scheduler on arrays in its first steps, with these arrivals.
+
+    policy: what `decide` gets first.
+    """
+
+    @jax.jit
+    def run(requests: Requests, policy: Any, submitted: jax.Array) -> scheduler.Plan:
+        def step(state: scheduler.State, number: jax.Array) -> tuple[scheduler.State, Any]:
+            state = scheduler.submit(state, submitted <= number)
+            order = decide(policy, state, requests)
+            planned, plan = scheduler.schedule(state, sizes, order)
+            return scheduler.commit(planned, plan, requests)[0], plan
+
+        numbers = jnp.arange(num_steps, dtype=jnp.int32)
+        return jax.lax.scan(step, scheduler.init(sizes, requests), numbers)[1]
+
+    arrays = Requests(*map(jnp.asarray, requests))
+    plans = jax.device_get(run(arrays, policy, jnp.asarray(submitted)))
+    return [decision_of(jax.tree.map(lambda leaf, i=i: leaf[i], plans)) for i in range(num_steps)]
+
+
+def decision_of(plan: scheduler.Plan) -> Decision:
+    """A plan of the scheduler on arrays, as numpy arrays, as a decision."""
+    rows = np.flatnonzero(plan.counts)
+    columns = (rows, plan.lengths[rows], plan.starts[rows], plan.counts[rows])
+    return Decision(
+        tuple(zip(*[column.tolist() for column in columns], strict=True)),
+        _in_places(plan, plan.admitted),
+        _in_places(plan, plan.preempted),
+        int(plan.blocks_used),
+    )
+
+
+def _in_places(plan: scheduler.Plan, flags: np.ndarray) -> tuple[int, ...]:
+    chosen = np.flatnonzero(flags)
+    return tuple(chosen[np.argsort(plan.places[chosen])].tolist())
+
+
+def first_difference(steps: Sequence[Decision], others: Sequence[Decision]) -> int | None:
+    """The number of the first step in which two runs differ; None: in no step."""
+    for number, (decision, other) in enumerate(zip(steps, others, strict=False)):
+        if decision != other:
+            return number
+    return None if len(steps) == len(others) else min(len(steps), len(others))
