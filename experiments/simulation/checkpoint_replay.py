@@ -1,0 +1,288 @@
+"""The prefix cache of a hybrid model under a load of texts that come one after the other: what it
+finds, by the states that it keeps.
+
+It makes the transitions of the scheduler (pagedjax/host) for one sequence at a time, counted in
+pool blocks and without tables: a trace of 12,000 requests takes seconds, and the scheduler itself
+needs an hour for the 100 groups of such a model. A test compares the two.
+
+A block of tokens takes one block of the pool for keys and values, and `states` blocks in layers that
+keep a state. The states of a block are found together or not at all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from pagedjax.host import blocks
+from pagedjax.options.config import PrefixCheckpoints
+
+KINDS = 3  # of content of a block of tokens
+KEYS = 0  # keys and values
+STATE = 1
+REST = 2  # what was left of a state when others of its blocks were evicted, and came again
+
+
+class Text(NamedTuple):
+    """A prompt and its answer.
+
+    keys: of the full blocks of both, as far as they are computed: the last token of an answer is
+        not. Equal keys stand for equal blocks behind equal blocks.
+    prompt, output: tokens, at least 1.
+    """
+
+    keys: Sequence[int]
+    prompt: int
+    output: int
+
+
+class CacheSizes(NamedTuple):
+    """A pool.
+
+    states: blocks of the pool for the states of a block of tokens.
+    chunk: the most tokens of a step.
+    """
+
+    block_size: int
+    num_blocks: int
+    states: int
+    chunk: int
+
+
+class Served(NamedTuple):
+    """What one text found, in tokens of its prompt.
+
+    found: those behind which it began.
+    known: those whose keys and values were in the cache.
+    """
+
+    found: int
+    known: int
+
+
+class Content(NamedTuple):
+    """Pool blocks with content that can be found."""
+
+    attention: int
+    states: int
+
+
+def keys_of(
+    pieces: Iterable[tuple[Hashable, int, int]], block_size: int, known: dict[Hashable, int]
+) -> tuple[int, ...]:
+    """The keys of the full blocks of a text.
+
+    Args:
+        pieces: (what, from, to): the tokens from - to of something, which the text has in this
+            order.
+        known: the keys of all texts so far, which this function extends.
+    """
+    keys: list[int] = []
+    key = -1
+    content: list[Hashable] = []
+    missing = block_size
+    for name, start, end in pieces:
+        while start < end:
+            taken = min(missing, end - start)
+            content.append((name, start, taken))
+            start += taken
+            missing -= taken
+            if not missing:
+                key = known.setdefault((key, *content), len(known))
+                keys.append(key)
+                content = []
+                missing = block_size
+    return tuple(keys)
+
+
+class CheckpointCache:
+    """A cache that serves texts.
+
+    Items of the pool are numbered: KINDS * key + kind.
+    """
+
+    def __init__(self, sizes: CacheSizes, policy: PrefixCheckpoints | None) -> None:
+        """policy: which states are kept; None: all."""
+        self.sizes = sizes
+        self._policy = policy
+        self._empty = sizes.num_blocks  # blocks without content and owner
+        # item without an owner -> its blocks, in the order of eviction
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._contents: set[int] = set()  # keys whose keys and values can be found
+        self._present: dict[int, int] = {}  # key -> blocks of its state that can be found
+        self._num_idle = 0
+
+    @property
+    def content(self) -> Content:
+        return Content(len(self._contents), sum(self._present.values()))
+
+    def serve(self, text: Text) -> Served:
+        """Computes a text.
+
+        Raises:
+            ValueError: the pool has not enough blocks for it.
+        """
+        size = self.sizes.block_size
+        ends_at = text.prompt + text.output - 1  # tokens that are computed
+        limit = (text.prompt - 1) // size
+        known = 0
+        while known < limit and text.keys[known] in self._contents:
+            known += 1
+        shared = known
+        if self.sizes.states:
+            while shared and self._present.get(text.keys[shared - 1], 0) < self.sizes.states:
+                shared -= 1
+        sequence = _Sequence(self, text, shared)
+        policy = self._policy
+        boundaries: set[int] = set()
+        if policy is not None and policy.prompts:
+            boundaries.add(limit)
+        if policy is not None and policy.junctions and known > shared:
+            boundaries.add(known)
+        distance = policy.interval // size if policy is not None else 1
+        computed = shared * size
+        while computed < ends_at:
+            is_prompt = computed < text.prompt
+            covered = (sequence.length + self._free // sequence.groups) * size
+            end = min(text.prompt, computed + self.sizes.chunk, covered)
+            if not is_prompt:  # one token a step, of which only those at a block's end matter
+                end = min(ends_at, (computed // size + 1) * size)
+            if end <= computed or (not is_prompt and covered <= computed):
+                raise ValueError(
+                    f"a text of {text.prompt} + {text.output} tokens needs more than the "
+                    f"{self.sizes.num_blocks} blocks of the pool; give it more"
+                )
+            sequence.extend(blocks.needed(end, size))
+            for block in range(computed // size, end // size):
+                boundary = block + 1
+                sequence.publish_keys(block)
+                if distance and boundary // distance > block // distance or boundary in boundaries:
+                    sequence.publish_state(block)
+            computed = end
+            if computed < ends_at:
+                sequence.drop(computed // size)
+        if policy is not None and policy.texts and ends_at >= size:
+            sequence.publish_state(ends_at // size - 1)
+        sequence.release()
+        return Served(shared * size, known * size)
+
+    # --- the pool ---------------------------------------------------------------------------------
+
+    @property
+    def _free(self) -> int:
+        return self._empty + self._num_idle
+
+    def allocate(self, n: int) -> None:
+        """Takes n free blocks: empty ones first, then the content that is idle for longest."""
+        self._empty -= n
+        while self._empty < 0:
+            item, count = self._idle.popitem(last=False)
+            evicted = min(count, -self._empty)
+            self._empty += evicted
+            self._num_idle -= evicted
+            key, kind = divmod(item, KINDS)
+            if kind == KEYS:
+                self._contents.discard(key)
+            else:
+                self._present[key] -= evicted
+                if not self._present[key]:
+                    del self._present[key]
+            if evicted < count:
+                self._idle[item] = count - evicted
+                self._idle.move_to_end(item, last=False)
+
+    def empty(self, n: int) -> None:
+        """Takes n blocks without content back."""
+        self._empty += n
+
+    def idle(self, item: int, count: int) -> None:
+        """Takes blocks with content back."""
+        self._idle[item] = count
+        self._num_idle += count
+
+    def share(self, item: int) -> int:
+        """Gives the idle blocks of an item an owner -> how many they are."""
+        count = self._idle.pop(item, 0)
+        self._num_idle -= count
+        return count
+
+    def publish_keys(self, key: int) -> bool:
+        """Makes the keys and values of a block findable -> whether they were not yet."""
+        if key in self._contents:
+            return False
+        self._contents.add(key)
+        return True
+
+    def publish_state(self, key: int) -> int:
+        """Makes the state of a block findable -> how many of its blocks were not yet."""
+        present = self._present.get(key, 0)
+        item = KINDS * key + STATE
+        if 0 < present < self.sizes.states and item in self._idle:
+            rest = KINDS * key + REST
+            self._idle[rest] = self._idle.pop(item)
+            self._idle.move_to_end(rest, last=False)  # only the oldest item is ever cut
+        self._present[key] = self.sizes.states
+        return self.sizes.states - present
+
+
+class _Sequence:
+    """The blocks of the text that is computed."""
+
+    def __init__(self, cache: CheckpointCache, text: Text, shared: int) -> None:
+        self._cache = cache
+        self._keys = text.keys
+        self.groups = 1 + cache.sizes.states
+        self.length = shared  # blocks of tokens in its table
+        self._is_own = [True] * shared  # whether its keys and values can be found in its own block
+        for key in text.keys[:shared]:
+            cache.share(KINDS * key + KEYS)
+        # block -> (blocks of its state that can be found by its key; those that cannot)
+        self._states: dict[int, tuple[int, int]] = {}
+        if shared and cache.sizes.states:
+            item = KINDS * text.keys[shared - 1] + STATE
+            self._states[shared - 1] = (cache.share(item) + cache.share(item + 1), 0)
+
+    def extend(self, length: int) -> None:
+        """Gets blocks for its first `length` blocks of tokens."""
+        if length <= self.length:
+            return
+        self._cache.allocate((length - self.length) * self.groups)
+        for block in range(self.length, length):
+            self._is_own.append(False)
+            self._states[block] = (0, self._cache.sizes.states)
+        self.length = length
+
+    def publish_keys(self, block: int) -> None:
+        if not self._is_own[block]:
+            self._is_own[block] = self._cache.publish_keys(self._keys[block])
+
+    def publish_state(self, block: int) -> None:
+        if block in self._states and self._cache.sizes.states:
+            findable, others = self._states[block]
+            if not findable:
+                new = self._cache.publish_state(self._keys[block])
+                self._states[block] = (new, others - new)
+
+    def drop(self, query_block: int) -> None:
+        """Gives back the states that no later query reads: before those of the last two blocks."""
+        for block in sorted(self._states, reverse=True):
+            if block < query_block - 1:
+                self._release_state(block)
+
+    def release(self) -> None:
+        """Gives all blocks back, the last one first."""
+        cache = self._cache
+        for block in range(self.length - 1, -1, -1):
+            if block in self._states:
+                self._release_state(block)
+            if self._is_own[block]:
+                cache.idle(KINDS * self._keys[block] + KEYS, 1)
+            else:
+                cache.empty(1)
+
+    def _release_state(self, block: int) -> None:
+        findable, others = self._states.pop(block)
+        self._cache.empty(others)
+        if findable:
+            self._cache.idle(KINDS * self._keys[block] + STATE, findable)
