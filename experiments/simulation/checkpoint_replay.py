@@ -135,7 +135,7 @@ class CheckpointCache:
                 shared -= 1
         sequence = _Sequence(self, text, shared)
         policy = self._policy
-        boundaries: set[int] = set()
+        boundaries = set[int]()
         if policy is not None and policy.prompts:
             boundaries.add(limit)
         if policy is not None and policy.junctions and known > shared:
@@ -143,25 +143,29 @@ class CheckpointCache:
         distance = policy.interval // size if policy is not None else 1
         computed = shared * size
         while computed < ends_at:
-            is_prompt = computed < text.prompt
-            covered = (sequence.length + self._free // sequence.groups) * size
-            end = min(text.prompt, computed + self.sizes.chunk, covered)
-            if not is_prompt:  # one token a step, of which only those at a block's end matter
+            covered = (sequence.length + self._free // (1 + self.sizes.states)) * size
+            if computed < text.prompt:
+                end = min(text.prompt, computed + self.sizes.chunk, covered)
+            else:  # one token a step, of which those at the end of a block matter
                 end = min(ends_at, (computed // size + 1) * size)
-            if end <= computed or (not is_prompt and covered <= computed):
+            if min(end, covered) <= computed:
                 raise ValueError(
                     f"a text of {text.prompt} + {text.output} tokens needs more than the "
                     f"{self.sizes.num_blocks} blocks of the pool; give it more"
                 )
             sequence.extend(blocks.needed(end, size))
-            for block in range(computed // size, end // size):
-                boundary = block + 1
-                sequence.publish_keys(block)
-                if distance and boundary // distance > block // distance or boundary in boundaries:
-                    sequence.publish_state(block)
+            first = computed // size
+            last = end // size
+            sequence.publish_keys(first, last)
+            if self.sizes.states:
+                kept = {b for b in boundaries if first < b <= last}
+                if distance:
+                    kept.update(range(first // distance * distance + distance, last + 1, distance))
+                for boundary in sorted(kept):
+                    sequence.publish_state(boundary - 1)
             computed = end
             if computed < ends_at:
-                sequence.drop(computed // size)
+                sequence.release_states(computed // size - 1)  # later queries read two blocks
         if policy is not None and policy.texts and ends_at >= size:
             sequence.publish_state(ends_at // size - 1)
         sequence.release()
@@ -207,12 +211,11 @@ class CheckpointCache:
         self._num_idle -= count
         return count
 
-    def publish_keys(self, key: int) -> bool:
-        """Makes the keys and values of a block findable -> whether they were not yet."""
-        if key in self._contents:
-            return False
-        self._contents.add(key)
-        return True
+    def publish_keys(self, keys: Sequence[int]) -> list[bool]:
+        """Makes keys and values of blocks findable -> for each block, whether it was not yet."""
+        are_new = [key not in self._contents for key in keys]
+        self._contents.update(keys)
+        return are_new
 
     def publish_state(self, key: int) -> int:
         """Makes the state of a block findable -> how many of its blocks were not yet."""
@@ -232,57 +235,57 @@ class _Sequence:
     def __init__(self, cache: CheckpointCache, text: Text, shared: int) -> None:
         self._cache = cache
         self._keys = text.keys
-        self.groups = 1 + cache.sizes.states
         self.length = shared  # blocks of tokens in its table
-        self._is_own = [True] * shared  # whether its keys and values can be found in its own block
+        self._are_own = [True] * shared  # whether keys and values can be found in its own block
         for key in text.keys[:shared]:
             cache.share(KINDS * key + KEYS)
-        # block -> (blocks of its state that can be found by its key; those that cannot)
-        self._states: dict[int, tuple[int, int]] = {}
+        self._first_state = max(shared - 1, 0)  # it has the states of this block and later ones
+        self._findable: dict[int, int] = {}  # block -> blocks of its state that can be found by it
         if shared and cache.sizes.states:
-            item = KINDS * text.keys[shared - 1] + STATE
-            self._states[shared - 1] = (cache.share(item) + cache.share(item + 1), 0)
+            item = KINDS * text.keys[shared - 1]
+            self._findable[shared - 1] = cache.share(item + STATE) + cache.share(item + REST)
 
     def extend(self, length: int) -> None:
         """Gets blocks for its first `length` blocks of tokens."""
-        if length <= self.length:
-            return
-        self._cache.allocate((length - self.length) * self.groups)
-        for block in range(self.length, length):
-            self._is_own.append(False)
-            self._states[block] = (0, self._cache.sizes.states)
-        self.length = length
+        if length > self.length:
+            self._cache.allocate((length - self.length) * (1 + self._cache.sizes.states))
+            self._are_own += [False] * (length - self.length)
+            self.length = length
 
-    def publish_keys(self, block: int) -> None:
-        if not self._is_own[block]:
-            self._is_own[block] = self._cache.publish_keys(self._keys[block])
+    def publish_keys(self, first: int, last: int) -> None:
+        """Publishes keys and values of the blocks from `first` to before `last`, which are full."""
+        self._are_own[first:last] = self._cache.publish_keys(self._keys[first:last])
 
     def publish_state(self, block: int) -> None:
-        if block in self._states and self._cache.sizes.states:
-            findable, others = self._states[block]
-            if not findable:
-                new = self._cache.publish_state(self._keys[block])
-                self._states[block] = (new, others - new)
-
-    def drop(self, query_block: int) -> None:
-        """Gives back the states that no later query reads: before those of the last two blocks."""
-        for block in sorted(self._states, reverse=True):
-            if block < query_block - 1:
-                self._release_state(block)
+        """Publishes the state of a full block."""
+        if block >= self._first_state and not self._findable.get(block):
+            self._findable[block] = self._cache.publish_state(self._keys[block])
 
     def release(self) -> None:
         """Gives all blocks back, the last one first."""
         cache = self._cache
+        first_state = self._first_state
         for block in range(self.length - 1, -1, -1):
-            if block in self._states:
+            if block >= first_state and cache.sizes.states:
                 self._release_state(block)
-            if self._is_own[block]:
+            if self._are_own[block]:
                 cache.idle(KINDS * self._keys[block] + KEYS, 1)
             else:
                 cache.empty(1)
 
+    def release_states(self, end: int) -> None:
+        """Gives back the states before those of block `end`, the last one first."""
+        if end <= self._first_state:
+            return
+        findable = [block for block in self._findable if block < end]
+        missing = (end - self._first_state - len(findable)) * self._cache.sizes.states
+        self._cache.empty(missing)
+        for block in sorted(findable, reverse=True):
+            self._release_state(block)
+        self._first_state = end
+
     def _release_state(self, block: int) -> None:
-        findable, others = self._states.pop(block)
-        self._cache.empty(others)
-        if findable:
-            self._cache.idle(KINDS * self._keys[block] + STATE, findable)
+        count = self._findable.pop(block, 0)
+        self._cache.empty(self._cache.sizes.states - count)
+        if count:
+            self._cache.idle(KINDS * self._keys[block] + STATE, count)
