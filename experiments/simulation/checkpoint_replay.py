@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from pagedjax.host import blocks
@@ -179,22 +180,29 @@ class CheckpointCache:
 
     def allocate(self, n: int) -> None:
         """Takes n free blocks: empty ones first, then the content that is idle for longest."""
-        self._empty -= n
-        while self._empty < 0:
-            item, count = self._idle.popitem(last=False)
-            evicted = min(count, -self._empty)
-            self._empty += evicted
-            self._num_idle -= evicted
+        missing = n - self._empty
+        self._empty = max(0, -missing)
+        if missing <= 0:
+            return
+        self._num_idle -= missing
+        pop_oldest = self._idle.popitem
+        keys: list[int] = []
+        while missing > 0:
+            item, count = pop_oldest(last=False)
             key, kind = divmod(item, KINDS)
             if kind == KEYS:
-                self._contents.discard(key)
-            else:
-                self._present[key] -= evicted
-                if not self._present[key]:
-                    del self._present[key]
+                keys.append(key)
+                missing -= 1
+                continue
+            evicted = min(count, missing)
+            missing -= evicted
+            self._present[key] -= evicted
+            if not self._present[key]:
+                del self._present[key]
             if evicted < count:
                 self._idle[item] = count - evicted
                 self._idle.move_to_end(item, last=False)
+        self._contents.difference_update(keys)
 
     def empty(self, n: int) -> None:
         """Takes n blocks without content back."""
@@ -204,6 +212,11 @@ class CheckpointCache:
         """Takes blocks with content back."""
         self._idle[item] = count
         self._num_idle += count
+
+    def idle_keys(self, keys: Sequence[int]) -> None:
+        """Takes keys and values back, in the order of eviction."""
+        self._idle.update(dict.fromkeys([KINDS * key for key in keys], 1))
+        self._num_idle += len(keys)
 
     def share(self, item: int) -> int:
         """Gives the idle blocks of an item an owner -> how many they are."""
@@ -264,14 +277,18 @@ class _Sequence:
     def release(self) -> None:
         """Gives all blocks back, the last one first."""
         cache = self._cache
-        first_state = self._first_state
-        for block in range(self.length - 1, -1, -1):
-            if block >= first_state and cache.sizes.states:
-                self._release_state(block)
-            if self._are_own[block]:
-                cache.idle(KINDS * self._keys[block] + KEYS, 1)
-            else:
-                cache.empty(1)
+        first_state = self._first_state if cache.sizes.states else self.length
+        for block in range(self.length - 1, first_state - 1, -1):
+            self._release_state(block)
+            self._release_keys(block, block + 1)
+        self._release_keys(0, min(first_state, self.length))
+
+    def _release_keys(self, first: int, last: int) -> None:
+        """Gives back keys and values of the blocks from `first` to before `last`."""
+        are_own = self._are_own[first:last]
+        own = list(compress(self._keys[first:last], are_own))
+        self._cache.empty(last - first - len(own))
+        self._cache.idle_keys(own[::-1])
 
     def release_states(self, end: int) -> None:
         """Gives back the states before those of block `end`, the last one first."""

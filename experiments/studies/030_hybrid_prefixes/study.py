@@ -68,10 +68,20 @@ FETCH = MOONCAKE
 MODELS = ("lfm2-1.2b", "qwen3.5-0.8b", "qwen3-next-80b-a3b", "granite-4-h-small")
 BLOCK_SIZE = 64
 CHUNK = 2048  # tokens of a step
-SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000)  # tokens of keys and values
+REQUESTS = 4000  # the first of the trace: a third of its hour, 49 million prompt tokens
+SIZES = (1_000_000, 3_000_000, 10_000_000)  # tokens of keys and values
 # of models with attention alone, from which others are predicted
-GRID = (250_000, 500_000, *SIZES[:1], 2_000_000, *SIZES[1:2], 5_000_000, *SIZES[2:3])
-GRID = (*GRID, 20_000_000, SIZES[3])
+GRID = (
+    150_000,
+    250_000,
+    500_000,
+    1_000_000,
+    2_000_000,
+    3_000_000,
+    5_000_000,
+    7_000_000,
+    10_000_000,
+)
 EVERY = "every block"
 BEST = "texts, junctions"
 INTERVALS = (256, 1024, 4096, 16384)
@@ -84,7 +94,6 @@ POLICIES: Mapping[str, PrefixCheckpoints | None] = {
     BEST: PrefixCheckpoints(texts=True, junctions=True),
 }
 SYSTEM_PROMPT = 1024  # tokens; a longer prefix is one of a conversation
-LONG_INTERVAL = 32_768
 MARCONI = "Pan et al. 2024 (Marconi, arXiv 2411.19379), abstract: up to 34.4"
 
 
@@ -319,7 +328,7 @@ def measurements_of(items: Sequence[WorkItem], quick: bool) -> dict[str, Any]:
     requests = measured.small_requests(items, 3 if quick else 12)
     hybrids = list(measured.HYBRIDS.items())
     return {
-        name: measured.measure(mixer, requests, MEASURED, 1 if quick else 5)
+        name: measured.measure(mixer, requests, MEASURED, 1 if quick else 4)
         for name, mixer in (hybrids[:1] if quick else hybrids)
     }
 
@@ -351,12 +360,12 @@ class Results(NamedTuple):
 
 
 def run(folder: Path, quick: bool, traces: Path) -> Findings:
-    items = recorded(traces, 300 if quick else None)
+    items = recorded(traces, 300 if quick else REQUESTS)
     texts = texts_of(items)
     sizes = {name: sizes_of(name) for name in MODELS}
     results = Results(
         sizes,
-        Curve(texts, GRID[2:5] if quick else GRID),
+        Curve(texts, GRID[3:6] if quick else GRID),
         replays_of(texts, sizes, quick),
         times_of(folder, quick),
         preemptions_of(folder, quick),
@@ -395,8 +404,8 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-def percent(rate: float | None) -> str:
-    return "does not fit" if rate is None else f"{100 * rate:.1f} %"
+def percent(rate: float | None, missing: str = "does not fit") -> str:
+    return missing if rate is None else f"{100 * rate:.1f} %"
 
 
 def millions(tokens: int) -> str:
@@ -447,16 +456,16 @@ def answer(results: Results) -> list[str]:
         for name, tokens in results.places
     ]
     won = sum([policy == BEST for policy in best])
-    ahead = [
-        place
-        for place in results.places
-        if (results.rate(*place, BEST) or 0.0) > (attention_alone(results, *place) or 0.0)
-    ]
-    ahead_every = [
-        place
-        for place in results.places
-        if (results.rate(*place, EVERY) or 0.0) > (attention_alone(results, *place) or 0.0)
-    ]
+    beside = [place for place in results.places if attention_alone(results, *place) is not None]
+    num_ahead = {
+        policy: sum(
+            [
+                (results.rate(*place, policy) or 0.0) > (attention_alone(results, *place) or 0.0)
+                for place in beside
+            ]
+        )
+        for policy in (BEST, EVERY)
+    }
     by_distance = distances(results)
     of_best = by_distance.pop(BEST)
     interval_errors = errors(results, by_distance)
@@ -476,8 +485,8 @@ def answer(results: Results) -> list[str]:
         "A model of as many layers that all have attention needs layers / (layers of attention) "
         "times the bytes a token. So a hybrid caches more than it in equal memory if its "
         "checkpoints are further apart than rho / (layers / attention - 1). With "
-        f"{BEST} it finds more than such a model in {len(ahead)} of {len(results.places)} caches, "
-        f"and with a state of every block in {len(ahead_every)}.",
+        f"{BEST} it finds more than such a model in {num_ahead[BEST]} of {len(beside)} caches, and "
+        f"with a state of every block in {num_ahead[EVERY]}.",
         "**Rule of thumb.** The rate is that of attention alone with (C - reserve) / (1 + rho / L) "
         "tokens, counted in whole intervals. For intervals it is "
         f"{spread(interval_errors)} of prompt tokens away from the replay; for {BEST}, with the "
@@ -493,11 +502,12 @@ def answer(results: Results) -> list[str]:
         f"{BLOCK_SIZE} these are as large as {min(reserves):,} to {max(reserves):,} tokens of keys "
         "and values. It is the least that a prompt needs to enter, so smaller chunks let more "
         "requests run in a small pool.",
+        growth_sentence(results),
         *time_sentences(results),
         *preemption_sentences(results),
         measured_sentence(results),
         "What this does not know: requests come one after the other in the first part, so rows that "
-        "run take nothing of the cache; times are those of a roofline; one trace of one service.",
+        f"run take nothing of the cache; times are those of a roofline; the first {REQUESTS:,} requests of one trace.",
     ]
     return sentences
 
@@ -567,6 +577,18 @@ def ratio_of(times: Times, path: str, above: str, below: str) -> Interval:
     return interval([over([a], path).middle / over([b], path).middle for a, b in pairs])
 
 
+def growth_sentence(results: Results) -> str:
+    """How a sequence grows: it has the states of two blocks, and more and more keys and values."""
+    words: list[str] = []
+    for name, sizes in results.sizes.items():
+        before, after = [2 * sizes.states + tokens // BLOCK_SIZE for tokens in (1024, 2048)]
+        words.append(f"{100 * (after / before - 1):.0f} % in {name}")
+    return (
+        "Hybrids are preempted less: from 1,024 to 2,048 tokens a sequence grows by "
+        f"{', '.join(words)}, and by 100 % with attention alone."
+    )
+
+
 def preemption_sentences(results: Results) -> list[str]:
     again = {
         name: statistics.fmean([run.again / max(run.preemptions, 1) for run in runs])
@@ -590,7 +612,7 @@ def measured_sentence(results: Results) -> str:
     ]
     equal = sum([measurement.equal for _, _, measurement in pairs])
     return (
-        f"Measured: tiny hybrids of {len(results.measurements)} kinds with random weights, in a real "
+        f"Measured: tiny hybrids ({', '.join(results.measurements)}) with random weights in a real "
         f"engine, with the trace at a sixty-fourth of its lengths: hits, chunks and the ids of all "
         f"blocks of all steps are those of the simulation in {equal} of {len(pairs)} runs."
     )
@@ -685,7 +707,7 @@ def prediction_table(results: Results) -> str:
             name,
             millions(tokens),
             *[
-                f"{percent(prediction(results, name, tokens, policy, distance))} "
+                f"{percent(prediction(results, name, tokens, policy, distance), 'not known')} "
                 f"({percent(results.rate(name, tokens, policy))})"
                 for policy, distance in by_distance.items()
             ],
