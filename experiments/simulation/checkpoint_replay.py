@@ -19,10 +19,7 @@ from typing import NamedTuple
 from pagedjax.host import blocks
 from pagedjax.options.config import PrefixCheckpoints
 
-KINDS = 3  # of content of a block of tokens
-KEYS = 0  # keys and values
-STATE = 1
-REST = 2  # what was left of a state when others of its blocks were evicted, and came again
+KEYS = 0  # the part of a block of tokens that is keys and values; other parts are of its states
 
 
 class Text(NamedTuple):
@@ -100,12 +97,14 @@ def keys_of(
 class CheckpointCache:
     """A cache that serves texts.
 
-    Items of the pool are numbered: KINDS * key + kind.
+    What is idle together is one item, numbered parts * key + part. A state has several parts if
+    some of its blocks were evicted and computed again.
     """
 
     def __init__(self, sizes: CacheSizes, policy: PrefixCheckpoints | None) -> None:
         """policy: which states are kept; None: all."""
         self.sizes = sizes
+        self.parts = 1 + sizes.states  # of a block of tokens, at most
         self._policy = policy
         self._empty = sizes.num_blocks  # blocks without content and owner
         # item without an owner -> its blocks, in the order of eviction
@@ -189,8 +188,8 @@ class CheckpointCache:
         keys: list[int] = []
         while missing > 0:
             item, count = pop_oldest(last=False)
-            key, kind = divmod(item, KINDS)
-            if kind == KEYS:
+            key, part = divmod(item, self.parts)
+            if part == KEYS:
                 keys.append(key)
                 missing -= 1
                 continue
@@ -208,21 +207,30 @@ class CheckpointCache:
         """Takes n blocks without content back."""
         self._empty += n
 
-    def idle(self, item: int, count: int) -> None:
-        """Takes blocks with content back."""
+    def idle_keys(self, keys: Sequence[int]) -> None:
+        """Takes keys and values back, in the order of eviction."""
+        self._idle.update(dict.fromkeys([self.parts * key + KEYS for key in keys], 1))
+        self._num_idle += len(keys)
+
+    def idle_state(self, key: int, count: int) -> None:
+        """Takes blocks of a state back."""
+        item = self.parts * key + 1
+        while item in self._idle:
+            item += 1
         self._idle[item] = count
         self._num_idle += count
 
-    def idle_keys(self, keys: Sequence[int]) -> None:
-        """Takes keys and values back, in the order of eviction."""
-        self._idle.update(dict.fromkeys([KINDS * key for key in keys], 1))
-        self._num_idle += len(keys)
+    def share_keys(self, keys: Sequence[int]) -> None:
+        """Gives keys and values an owner."""
+        for key in keys:
+            self._num_idle -= self._idle.pop(self.parts * key + KEYS, 0)
 
-    def share(self, item: int) -> int:
-        """Gives the idle blocks of an item an owner -> how many they are."""
-        count = self._idle.pop(item, 0)
-        self._num_idle -= count
-        return count
+    def share_state(self, key: int) -> int:
+        """Gives all blocks of a state an owner -> how many they are."""
+        first = self.parts * key + 1
+        for item in range(first, first + self.sizes.states):
+            self._num_idle -= self._idle.pop(item, 0)
+        return self.sizes.states
 
     def publish_keys(self, keys: Sequence[int]) -> list[bool]:
         """Makes keys and values of blocks findable -> for each block, whether it was not yet."""
@@ -233,11 +241,6 @@ class CheckpointCache:
     def publish_state(self, key: int) -> int:
         """Makes the state of a block findable -> how many of its blocks were not yet."""
         present = self._present.get(key, 0)
-        item = KINDS * key + STATE
-        if 0 < present < self.sizes.states and item in self._idle:
-            rest = KINDS * key + REST
-            self._idle[rest] = self._idle.pop(item)
-            self._idle.move_to_end(rest, last=False)  # only the oldest item is ever cut
         self._present[key] = self.sizes.states
         return self.sizes.states - present
 
@@ -250,13 +253,11 @@ class _Sequence:
         self._keys = text.keys
         self.length = shared  # blocks of tokens in its table
         self._are_own = [True] * shared  # whether keys and values can be found in its own block
-        for key in text.keys[:shared]:
-            cache.share(KINDS * key + KEYS)
+        cache.share_keys(text.keys[:shared])
         self._first_state = max(shared - 1, 0)  # it has the states of this block and later ones
         self._findable: dict[int, int] = {}  # block -> blocks of its state that can be found by it
         if shared and cache.sizes.states:
-            item = KINDS * text.keys[shared - 1]
-            self._findable[shared - 1] = cache.share(item + STATE) + cache.share(item + REST)
+            self._findable[shared - 1] = cache.share_state(text.keys[shared - 1])
 
     def extend(self, length: int) -> None:
         """Gets blocks for its first `length` blocks of tokens."""
@@ -305,4 +306,4 @@ class _Sequence:
         count = self._findable.pop(block, 0)
         self._cache.empty(self._cache.sizes.states - count)
         if count:
-            self._cache.idle(KINDS * self._keys[block] + STATE, count)
+            self._cache.idle_state(self._keys[block], count)
