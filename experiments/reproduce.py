@@ -6,7 +6,8 @@ Runs the studies of experiments/studies and writes README.md, figures and findin
 folder of each, and REPRODUCTION.md: every published number, our number with its interval, their
 ratio, and whether they agree or why not. Without names all studies run, in about 90 minutes on two cores
 (REPRODUCTION.md). Studies that do not run keep their last findings. Studies of recorded traces
-(012, 015, 020) need --traces, which this repository does not have; without it, their findings stay.
+(012, 015, 020, 026, 030) need --traces, which this repository does not have; without it, their
+findings stay.
 
 --out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick,
 whose numbers are no result: without --out it writes to runs/reproduction.
@@ -284,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--traces",
         type=Path,
         metavar="FOLDER",
-        help="folder of the recorded files of studies 012, 015, 020 and 026",
+        help="folder of the recorded files of studies 012, 015, 020, 026 and 030",
     )
     parser.add_argument(
         "--out",

@@ -236,6 +236,16 @@ class BlockIds(DrawnIds):
         """The ids of the blocks of which the prompt has all tokens."""
         return self._blocks[: (self._start + self._length) // BLOCK]
 
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(id of a block, from, to): which tokens of which blocks the ids are."""
+        pieces: list[tuple[int, int, int]] = []
+        for number in range(self._start // BLOCK, len(self._blocks)):
+            first = max(self._start - number * BLOCK, 0)
+            last = min(self._start + self._length - number * BLOCK, BLOCK)
+            pieces.append((self._blocks[number], first, last))
+        return pieces
+
     def after(self, start: int) -> BlockIds:
         """The prompt without its first `start` tokens."""
         return BlockIds(self._blocks, self._start + self._length, self._ids, self.seed, start)

@@ -386,6 +386,7 @@ class StepRecorder:
         self._replica = replica
         self._groups = config.groups if config else 1
         self._cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
+        self._tables: dict[str, HeldBlocks] = {}
         self._admissions = FirstAdmissions()
 
     def drop_branch(self, request_id: str) -> None:
@@ -443,15 +444,29 @@ class StepRecorder:
 
     def _cache_counts(self, blocks_used: int) -> tuple[int, int]:
         """`blocks_listed` and `held_tokens` of a step with so many used blocks."""
-        cached = self._cached.values()
-        entries = sum([len(blocks) for blocks, _ in cached])
-        holes = sum([blocks.count(HOLE) for blocks, _ in cached])
+        held = self._held_blocks()
         # without mixed steps, a waiting decode may own a block that no row shows yet
-        num_entries = max(entries - holes, blocks_used)
-        if num_entries != blocks_used or holes or self._groups > 1:
-            distinct = _distinct_tokens(cached, self._block_size, self._groups)
+        num_entries = max(sum([table.num_held for table, _ in held]), blocks_used)
+        has_holes = any([table.num_held < len(table.blocks) for table, _ in held])
+        if num_entries != blocks_used or has_holes or self._groups > 1:
+            distinct = _distinct_tokens(held, self._block_size)
             return num_entries, min(distinct, blocks_used * self._block_size)
-        return num_entries, sum([tokens for _, tokens in cached])
+        return num_entries, sum([tokens for _, tokens in held])
+
+    def _held_blocks(self) -> list[tuple[HeldBlocks, int]]:
+        """What the sequences have, and the tokens in it. A table with many groups of layers is long,
+        mostly holes, and the same in most steps, so it is read when it changes.
+        """
+        size = self._block_size
+        tables: dict[str, HeldBlocks] = {}
+        for name, (blocks, tokens) in self._cached.items():
+            table = self._tables.get(name)
+            span = tokens // size, -(-tokens // size)
+            if table is None or table.blocks is not blocks or table.span != span:
+                table = _held_in(blocks, span, self._groups)
+            tables[name] = table
+        self._tables = tables
+        return [(tables[name], tokens) for name, (_, tokens) in self._cached.items()]
 
     def count_span(self, span: DecodeSpan) -> SpanColumns:
         """Count several steps at once. Afterwards the recorder is as after `record` of each step."""
@@ -470,7 +485,12 @@ class StepRecorder:
         shared = max(0, span.listed - span.blocks)
         held_tokens = context
         if shared:
-            distinct = _distinct_tokens(cached_first.values(), self._block_size, self._groups)
+            size = self._block_size
+            held = [
+                (_held_in(blocks, (tokens // size, -(-tokens // size)), self._groups), tokens)
+                for blocks, tokens in cached_first.values()
+            ]
+            distinct = _distinct_tokens(held, size)
             held_tokens = np.minimum(distinct + added, blocks_used * self._block_size)
         return SpanColumns(blocks_used, blocks_used + shared, held_tokens, context)
 
@@ -536,25 +556,47 @@ def _prompt_tokens(plan: Plan) -> int:
     return sum([max(0, min(count, seq.request.prompt_len - start)) for seq, start, count in rows])
 
 
-def _distinct_tokens(
-    cached: Iterable[tuple[Sequence[int], int]], block_size: int, groups: int
-) -> int:
+class HeldBlocks(NamedTuple):
+    """What a sequence has of its block table.
+
+    blocks: the table.
+    span: how many blocks of tokens are full, and how many have a token.
+    num_held: entries without holes.
+    full, partial: its full blocks, and those of the block of tokens that is not full. Without
+        holes.
+    """
+
+    blocks: Sequence[int]
+    span: tuple[int, int]
+    num_held: int
+    full: tuple[int, ...]
+    partial: tuple[int, ...]
+
+
+def _held_in(blocks: Sequence[int], span: tuple[int, int], groups: int) -> HeldBlocks:
+    """What a sequence has of its table, which has a block in each group for the same tokens."""
+    num_full, num_used = [number * groups for number in span]
+    return HeldBlocks(
+        blocks,
+        span,
+        len(blocks) - blocks.count(HOLE),
+        full=tuple([block for block in blocks[:num_full] if block != HOLE]),
+        partial=tuple([block for block in blocks[num_full:num_used] if block != HOLE]),
+    )
+
+
+def _distinct_tokens(held: Sequence[tuple[HeldBlocks, int]], block_size: int) -> int:
     """The tokens in the cache. A token counts once in a shared block, and once for each group of
     layers.
 
     Args:
-        cached: the blocks of each sequence, and the number of tokens in them.
-        groups: groups of layers; a sequence has a block in each of them for the same tokens.
+        held: what each sequence has, and the number of tokens in it.
     """
     full: set[int] = set()
     partial: dict[int, int] = {}  # tokens by block; branches share a last block that is not full
-    for blocks, tokens in cached:
-        num_full = tokens // block_size * groups
-        full.update(blocks[:num_full])
-        tail_tokens = tokens % block_size
-        if tail_tokens:
-            for block in blocks[num_full : num_full + groups]:
-                partial[block] = max(partial.get(block, 0), tail_tokens)
-    full.discard(HOLE)
-    in_partial = sum(tokens for block, tokens in partial.items() if block not in full)
+    for table, tokens in held:
+        full.update(table.full)
+        for block in table.partial:
+            partial[block] = max(partial.get(block, 0), tokens % block_size)
+    in_partial = sum([tokens for block, tokens in partial.items() if block not in full])
     return len(full) * block_size + in_partial

@@ -156,6 +156,40 @@ CONFIGS: Mapping[str, Config] = {
         "num_experts_per_tok": 10,
         "mamba_n_heads": 128,
     },
+    # LiquidAI/LFM2-1.2B
+    "lfm2-1.2b": {
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "block_ff_dim": 12288,  # of which two thirds are used, as `block_auto_adjust_ff_dim` says
+        "num_hidden_layers": 16,
+        "layer_types": [
+            "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)
+        ],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "max_position_embeddings": 128000,
+    },
+    # Qwen/Qwen3.5-0.8B, the text part
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
     # google/gemma-3-1b-it; every sixth layer sees all tokens
     "gemma-3-1b": {
         "model_type": "gemma3_text",

@@ -254,7 +254,7 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
     for block in ids:
         if not block:
             continue
-        count = _owner_count(owners, block)
+        count = owners.get(block) or _owner_count(owners, block)  # which raises
         if count > 1:
             owners[block] = count - 1
             continue

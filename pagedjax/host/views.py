@@ -300,10 +300,11 @@ def drop(config: SchedulerConfig, pool: BlockPool, active: Running) -> tuple[Blo
             if not dropped:
                 continue
             table = table or list(seq.blocks)
-            for group in range(first, end):
-                for block in dropped:
-                    freed.append(table[block * groups + group])
-                    table[block * groups + group] = HOLE
+            # a block is of no use without that of another group, so these are evicted together
+            for block in dropped:
+                entries = slice(block * groups + first, block * groups + end)
+                freed += table[entries]
+                table[entries] = (HOLE,) * (end - first)
         if table:
             seqs[i] = seq._replace(
                 length=active.lengths[i], computed=active.computed[i], blocks=tuple(table)

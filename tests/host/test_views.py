@@ -203,6 +203,34 @@ def test_a_prefix_can_be_used_where_what_its_next_query_sees_is_left():
     assert plan.seqs[0].blocks[:best].count(HOLE) == max(0, best - 2)
 
 
+def test_what_a_chunk_gives_back_is_evicted_block_by_block():
+    """A state is of use with all its groups alone, so no more than one is ever cut."""
+    states = 3
+    config = SchedulerConfig(
+        block_size=4,
+        num_blocks=44,
+        max_num_batched_tokens=32,
+        max_num_seqs=1,
+        max_model_len=128,
+        views=(ALL,) + (View(2),) * states,
+    )
+    keys = [str(block) for block in range(8)]
+    state = scheduler.submit(scheduler.init(config), Request("a", 33, 2, hashes=tuple(keys)))
+    while state.ids:
+        state, *_ = step(state)
+    assert len(state.pool.contents) == 8 * (1 + states)
+    for tokens in range(4, 24, 4):
+        state = scheduler.submit(state, Request(f"b{tokens}", tokens, 8))
+        while state.ids:
+            state, *_ = step(state)
+        left = [
+            sum(f"{key}.{group + 1}" in state.pool.contents for group in range(states))
+            for key in keys
+        ]
+        assert sum(count not in (0, states) for count in left) <= 1
+    assert 0 < left.count(0) < len(keys)
+
+
 def test_views_that_are_none_and_views_beside_a_baseline_are_refused():
     config = SchedulerConfig(
         block_size=4, num_blocks=8, max_num_batched_tokens=16, max_num_seqs=2, max_model_len=128

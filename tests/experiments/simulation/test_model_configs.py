@@ -18,6 +18,7 @@ from pagedjax.weights.architectures import FAMILIES
 #   Kimi K2: its card on huggingface.co ("1T", "32B"); layers and heads: arXiv 2507.20534, table 2
 #   GLM-4.5: arXiv 2508.06471, table 1
 #   Granite 4 H: the cards on huggingface.co ("3B", "7B, 1B active", "32B, 9B active")
+#   LFM2: its card on huggingface.co ("1.17B"); Qwen3.5: its card ("0.8B", of which vision is a part)
 #   Gemma 3: arXiv 2503.19786, table 1: 302M of the embedding and 698M of the rest
 PUBLISHED = {
     "gpt-oss-20b": (20.91, 3.61, 24 * 2 * 8 * 64 * 2),
@@ -30,6 +31,8 @@ PUBLISHED = {
     "granite-4-h-micro": (3, 3, 4 * 2 * 8 * 64 * 2),
     "granite-4-h-tiny": (7, 1, 4 * 2 * 4 * 128 * 2),
     "granite-4-h-small": (32, 9, 4 * 2 * 8 * 128 * 2),
+    "lfm2-1.2b": (1.17, 1.17, 6 * 2 * 8 * 64 * 2),
+    "qwen3.5-0.8b": (0.8, 1, 6 * 2 * 2 * 256 * 2),
     "gemma-3-1b": (1.0, 1.0, 26 * 2 * 256 * 2),
 }
 
