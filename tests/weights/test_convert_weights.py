@@ -91,6 +91,16 @@ def test_matrices_of_layers_are_rounded_and_all_else_stays(name, source, tmp_pat
     ]
 
 
+def test_a_text_is_for_4_bits(source, tmp_path, capsys):
+    text = tmp_path / "no.txt"
+    command = ["convert", str(source), str(tmp_path / "new"), "--to", "safetensors"]
+    assert main([*command, "--weights", "fp8", "--calibration", str(text)]) != 0
+    message = (
+        "--calibration is given, and --weights is fp8; a text chooses the scales of 4 bits: use"
+    )
+    assert message in capsys.readouterr().err
+
+
 def test_experts_are_rounded_one_by_one(tmp_path):
     """Routers stay floats, and are named as such."""
     config = GLM_MOE | {"moe_intermediate_size": 32}
@@ -105,6 +115,12 @@ def test_experts_are_rounded_one_by_one(tmp_path):
         "blocks.1.mlp.down",
         "blocks.1.mlp.shared.up.weight",
     }
+
+
+@pytest.mark.slow
+def test_rounded_experts_say_what_they_say_in_floats(tmp_path):
+    source = write_family(tmp_path / "source", GLM_MOE | {"moe_intermediate_size": 32})
+    target = convert(source, tmp_path / "target", "safetensors", weights="int4-g32")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     tokens = []
     for weight_dtype in ("stored", None):

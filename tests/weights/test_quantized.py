@@ -4,6 +4,7 @@ same as with these weights in floats, and what is refused.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pagedjax import LLM, LoRARequest, SamplingParams, load_model
 from pagedjax.device.formats import restored
 from pagedjax.engine import compilations
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.convert import convert
 from pagedjax.weights.huggingface import read_safetensors
 from pagedjax.weights.quantized import check
 from pagedjax.weights.trained import whole
@@ -50,11 +52,13 @@ FORMATS = {
     "gptq, 8 bits, symmetric": "int8_128",
     "packed": "int4_128",
     "packed, asymmetric": "uint4_64",
+    "packed, act-order": "int4_32_ordered",
     "packed, 8 bits": "int8_128",
     "int8 by channel": "int8_128",
     "fp8 by channel": "fp8_128",
     "fp8 by tensor": "fp8_128",
     "fp8 by block": "fp8_128",
+    "fp8 by block, powers": "fp8_32",
 }
 
 
@@ -94,6 +98,13 @@ def test_weights_are_those_that_the_layout_means(name, folders):
     for key, x in floats.items():
         values = restored(model.config.stored, params, key) if key in formats else params[key]
         chex.assert_trees_all_equal(values, np.asarray(x), custom_message=key)
+
+
+def test_convert_writes_the_floats_that_a_layout_means(folders, tmp_path):
+    stored, plain = folders["gptq, 4 bits"]
+    target = convert(stored, tmp_path / "floats", "safetensors")
+    chex.assert_trees_all_equal(arrays_of(target), arrays_of(plain))
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
 
 
 # --- models ---------------------------------------------------------------------------------------
