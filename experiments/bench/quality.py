@@ -164,7 +164,8 @@ def compare(
         "token_buckets": (BATCH, 512),
         "num_blocks": BATCH * -(-longest // 16),
     }
-    engines = [LLM(**({"model": model} | options | dict(variants[name]))) for name in names]
+    options["model"] = model
+    engines = [LLM(**(options | dict(variants[name]))) for name in names]
     windows = windows_of(engines[0], count, length)
     readings = [continue_windows(llm, windows) for llm in engines]
     times = decode_seconds(engines, windows, steps)

@@ -207,7 +207,14 @@ def convert(args: argparse.Namespace) -> int:
     importance = None
     if args.calibration is not None:
         from pagedjax.commands import calibration
+        from pagedjax.weights.convert import check_free
 
+        if not (args.weights or "").startswith("int4"):
+            raise ValueError(
+                f"--calibration is given, and --weights is {args.weights}; a text chooses the scales "
+                "of 4 bits: use int4-g128, int4-g64 or int4-g32, or leave it out"
+            )
+        check_free(Path(args.target).expanduser())
         importance = calibration.mean_squares(args.model, args.calibration, args.model_family)
     folder = write(
         args.model,

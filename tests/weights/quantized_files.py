@@ -118,11 +118,18 @@ def _compressed(weights: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def packed(bits: int, group: int, *, symmetric: bool) -> Layout:
+def packed(bits: int, group: int, *, symmetric: bool, act_order: bool = False) -> Layout:
     """compressed-tensors' "pack-quantized"."""
 
     def write(rng: np.random.Generator, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
-        q, zeros, scales = quantized(rng, weight, bits, group, zero=not symmetric)
+        index = np.arange(weight.shape[1]) // group
+        if act_order:
+            index = np.random.default_rng(weight.shape[1]).permutation(index)
+        order = np.argsort(index, kind="stable")
+        q = np.empty(weight.shape, np.int64)
+        q[:, order], zeros, scales = quantized(
+            rng, weight[:, order], bits, group, zero=not symmetric
+        )
         scales = scales.astype(np.float32).astype(ml_dtypes.bfloat16)
         arrays = {
             "weight_packed": words_of(q, bits, 1),
@@ -131,7 +138,9 @@ def packed(bits: int, group: int, *, symmetric: bool) -> Layout:
         }
         if not symmetric:
             arrays["weight_zero_point"] = words_of(zeros, bits, 0)
-        return arrays, meant(q, zeros, scales, np.arange(weight.shape[1]) // group)
+        if act_order:
+            arrays["weight_g_idx"] = index.astype(np.int32)
+        return arrays, meant(q, zeros, scales, index)
 
     strategy = {"strategy": "group", "group_size": group, "symmetric": symmetric}
     return Layout(
@@ -174,7 +183,9 @@ def fp8_by_tensor() -> Layout:
     return Layout({"quant_method": "fp8", "activation_scheme": "static"}, write)
 
 
-def fp8_by_block(rows: int, columns: int) -> Layout:
+def fp8_by_block(rows: int, columns: int, *, powers: bool = False) -> Layout:
+    """powers: scales are powers of two, float8_e8m0fnu."""
+
     def write(rng: np.random.Generator, weight: np.ndarray) -> tuple[Arrays, np.ndarray]:
         padded = np.zeros(
             [-(-n // b) * b for n, b in zip(weight.shape, (rows, columns), strict=True)]
@@ -182,6 +193,8 @@ def fp8_by_block(rows: int, columns: int) -> Layout:
         padded[: weight.shape[0], : weight.shape[1]] = weight
         cells = padded.reshape(len(padded) // rows, rows, -1, columns)
         scales = (np.abs(cells).max((1, 3)) / 448).astype(np.float32)
+        if powers:
+            scales = (2.0 ** np.ceil(np.log2(scales))).astype(ml_dtypes.float8_e8m0fnu)
         each = np.repeat(np.repeat(scales, rows, 0), columns, 1)[: weight.shape[0]]
         each = each[:, : weight.shape[1]].astype(np.float64)
         q = _float8(weight, each)
@@ -199,11 +212,13 @@ LAYOUTS = {
     "gptq, 8 bits, symmetric": gptq(8, 128, sym=True),
     "packed": packed(4, 128, symmetric=True),
     "packed, asymmetric": packed(4, 64, symmetric=False),
+    "packed, act-order": packed(4, 32, symmetric=True, act_order=True),
     "packed, 8 bits": packed(8, 128, symmetric=True),
     "int8 by channel": int8_by_channel(),
     "fp8 by channel": fp8_by_channel(),
     "fp8 by tensor": fp8_by_tensor(),
     "fp8 by block": fp8_by_block(128, 128),
+    "fp8 by block, powers": fp8_by_block(64, 32, powers=True),
 }
 SIZES: dict[str, Any] = {
     "heads": 4,

@@ -22,7 +22,7 @@ from pagedjax.weights.quantized.schemes import SCHEMES
 from tests.device.test_plain_families import GLM_MOE
 from tests.refusals import refused
 from tests.weights.quantized_files import SIZES
-from tests.weights.test_quantized import SMALL
+from tests.weights.test_quantized import SMALL, formats_of
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_families import write_family
 
@@ -82,13 +82,22 @@ def test_matrices_of_layers_are_rounded_and_all_else_stays(name, source, tmp_pat
     assert f"14 matrices were rounded; the root mean square of what changed is {share:.2f} %" in (
         output.err
     )
-    config = load_model(target, weight_dtype="stored").model.config
-    assert isinstance(config.stored, tuple)
-    assert {x for _, x in config.stored} == {FORMATS_OF[name]}
+    model = load_model(target, weight_dtype="stored").model
+    assert {*formats_of(model).values()} == {FORMATS_OF[name]}
     assert json.loads((target / "config.json").read_text())["quantization_config"]["ignore"] == [
         "model.embed_tokens",
         "lm_head",
     ]
+
+
+def test_a_text_is_for_4_bits(source, tmp_path, capsys):
+    text = tmp_path / "no.txt"
+    command = ["convert", str(source), str(tmp_path / "new"), "--to", "safetensors"]
+    assert main([*command, "--weights", "fp8", "--calibration", str(text)]) != 0
+    message = (
+        "--calibration is given, and --weights is fp8; a text chooses the scales of 4 bits: use"
+    )
+    assert message in capsys.readouterr().err
 
 
 def test_experts_are_rounded_one_by_one(tmp_path):
@@ -99,12 +108,18 @@ def test_experts_are_rounded_one_by_one(tmp_path):
     quantization = json.loads((target / "config.json").read_text())["quantization_config"]
     assert "model.layers.1.mlp.gate" in quantization["ignore"]
     model = load_model(target, weight_dtype="stored").model
-    formats = dict(model.config.stored or ())
+    formats = formats_of(model)
     assert {name for name, x in formats.items() if x == "int4_32"} >= {
         "blocks.1.mlp.up",
         "blocks.1.mlp.down",
         "blocks.1.mlp.shared.up.weight",
     }
+
+
+@pytest.mark.slow
+def test_rounded_experts_say_what_they_say_in_floats(tmp_path):
+    source = write_family(tmp_path / "source", GLM_MOE | {"moe_intermediate_size": 32})
+    target = convert(source, tmp_path / "target", "safetensors", weights="int4-g32")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     tokens = []
     for weight_dtype in ("stored", None):

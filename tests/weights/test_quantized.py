@@ -4,6 +4,7 @@ same as with these weights in floats, and what is refused.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from pagedjax import LLM, LoRARequest, SamplingParams, load_model
 from pagedjax.device.formats import restored
+from pagedjax.device.models import Model
 from pagedjax.engine import compilations
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.convert import convert
 from pagedjax.weights.huggingface import read_safetensors
 from pagedjax.weights.quantized import check
 from pagedjax.weights.trained import whole
@@ -50,11 +53,13 @@ FORMATS = {
     "gptq, 8 bits, symmetric": "int8_128",
     "packed": "int4_128",
     "packed, asymmetric": "uint4_64",
+    "packed, act-order": "int4_32_ordered",
     "packed, 8 bits": "int8_128",
     "int8 by channel": "int8_128",
     "fp8 by channel": "fp8_128",
     "fp8 by tensor": "fp8_128",
     "fp8 by block": "fp8_128",
+    "fp8 by block, powers": "fp8_32",
 }
 
 
@@ -65,6 +70,12 @@ def folders(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
         name: write_quantized(root / str(i), layout)
         for i, (name, layout) in enumerate(LAYOUTS.items())
     }
+
+
+def formats_of(model: Model) -> dict[str, str]:
+    """The formats of a model's matrices, by name."""
+    assert isinstance(model.config.stored, tuple)
+    return dict(model.config.stored)
 
 
 def values_of(llm: LLM) -> list[tuple[Any, Any]]:
@@ -86,14 +97,20 @@ def test_weights_are_those_that_the_layout_means(name, folders):
         chex.assert_trees_all_equal(tensors[tensor_name].read(), values)
     floats = named(load_model(plain, linear_impl="xla").model.params)
     model = load_model(stored, weight_dtype="stored").model
-    assert isinstance(model.config.stored, tuple)
-    formats = dict(model.config.stored)
+    formats = formats_of(model)
     assert formats["blocks.0.attn.out.weight"] == FORMATS[name]
     assert len(formats) == 8
     params = {key: np.asarray(x) for key, x in named(model.params).items()}
     for key, x in floats.items():
         values = restored(model.config.stored, params, key) if key in formats else params[key]
         chex.assert_trees_all_equal(values, np.asarray(x), custom_message=key)
+
+
+def test_convert_writes_the_floats_that_a_layout_means(folders, tmp_path):
+    stored, plain = folders["gptq, 4 bits"]
+    target = convert(stored, tmp_path / "floats", "safetensors")
+    chex.assert_trees_all_equal(arrays_of(target), arrays_of(plain))
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -130,9 +147,19 @@ def test_experts_in_mxfp4_say_what_they_say_in_floats(tmp_path):
     tensors = open_checkpoint(stored).tensors
     chex.assert_trees_all_equal({name: tensor.read() for name, tensor in tensors.items()}, expected)
     own = LLM(stored, weight_dtype="stored", **SMALL)
-    formats = dict(own.engine.model.config.stored)
+    formats = formats_of(own.engine.model)
     assert formats == {f"blocks.{i}.mlp.{part}": "mxfp4" for i in (0, 1) for part in ("up", "down")}
     assert values_of(own) == values_of(LLM(plain, **SMALL))
+
+
+@pytest.mark.slow
+def test_experts_in_mxfp4_on_a_mesh_say_the_same(tmp_path):
+    config = GPT_OSS | {"hidden_size": 64, "intermediate_size": 64}
+    stored, plain = write_mxfp4(tmp_path, config)
+    mesh = {"expert": 2, "tensor": 2}
+    own = values_of(LLM(stored, weight_dtype="stored", mesh=mesh, **SMALL))
+    expected = values_of(LLM(plain, linear_impl="xla", **SMALL))
+    assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
 
 
 @pytest.mark.oracle
@@ -143,7 +170,7 @@ def test_greedy_tokens_are_those_of_transformers(name, folders):
     from transformers import AutoModelForCausalLM
 
     stored, plain = folders[name]
-    theirs = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     own = values_of(LLM(stored, weight_dtype="stored", **SMALL))
     for prompt, (tokens, _) in zip(PROMPTS, own, strict=True):
         output = theirs.generate(
@@ -157,7 +184,7 @@ def test_on_a_mesh_devices_have_whole_groups_or_smaller_blocks(folders):
     options: dict[str, Any] = SMALL | {"weight_dtype": "stored", "mesh": {"tensor": 4}}
     stored, plain = folders["fp8 by channel"]
     four = LLM(stored, **options)
-    formats = dict(four.engine.model.config.stored)
+    formats = formats_of(four.engine.model)
     assert formats["blocks.0.attn.out.weight"] == "fp8_32"
     assert formats["blocks.0.attn.qkv.weight"] == "fp8_128"
     tokens = [tokens for tokens, _ in values_of(LLM(plain, linear_impl="xla", **SMALL))]
@@ -359,7 +386,7 @@ def test_tensors_with_different_orders_are_kept_as_floats(folders, tmp_path, cap
     folder = changed(tmp_path / "orders", stored, {})
     save_file(tensors | {name: in_turn}, folder / "model.safetensors")
     model = load_model(folder, weight_dtype="stored").model
-    assert "blocks.0.attn.qkv.weight" not in dict(model.config.stored or ())
+    assert "blocks.0.attn.qkv.weight" not in formats_of(model)
     assert (
         "blocks.0.attn.qkv.weight is kept as floats: the tensors that it is made of" in caplog.text
     )

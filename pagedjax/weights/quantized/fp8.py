@@ -5,6 +5,7 @@ FP8, and in that of AutoFP8.
     weight [out, in] float8_e4m3fn, weight_scale [], [1], [out] or [out, 1]
     float = weight * scale
 
+Scales of blocks may be powers of two, float8_e8m0fnu.
 Scales of activations are left out: activations are not rounded here.
 """
 
@@ -21,6 +22,7 @@ from pagedjax.weights.quantized.groups import FLOATS, Piece, Pieces, Quantized, 
 SCALES = (".weight_scale_inv", ".weight_scale")
 OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale")
 DTYPE = "float8_e4m3fn"
+POWERS = "float8_e8m0fnu"
 NAN = 127  # the bits of a NaN without its sign
 
 
@@ -84,7 +86,7 @@ def float8_matrix(
         )
     else:
         rows, columns = block
-        expect(scale, (-(-outputs // rows), -(-inputs // columns)), FLOATS)
+        expect(scale, (-(-outputs // rows), -(-inputs // columns)), (*FLOATS, POWERS))
     others = [base + suffix for suffix in OF_ACTIVATIONS if base + suffix in tensors]
     return Quantized(
         f"{base}.weight",

@@ -163,9 +163,7 @@ def only(config: Mapping[str, Any], key: str, supported: Sequence[Any]) -> None:
     if the key is missing.
     """
     value = config.get(key, supported[0])
-    if value not in supported or (
-        isinstance(value, bool) and not any(value is x for x in supported)
-    ):
+    if value not in supported:
         names = ", ".join(repr(x) for x in supported)
         raise ValueError(f"{key} is {value!r:.60}; supported: {names}")
 
