@@ -490,7 +490,8 @@ def answer(results: Results) -> list[str]:
         "**Rule of thumb.** The rate is that of attention alone with (C - reserve) / (1 + rho / L) "
         "tokens, counted in whole intervals. For intervals it is "
         f"{spread(interval_errors)} of prompt tokens away from the replay; for {BEST}, with the "
-        f"mean prompt of {of_best:,.0f} tokens as L, {spread(text_errors)}.",
+        f"mean prompt of {of_best:,.0f} tokens as L, {spread(text_errors)}: an upper bound, because "
+        "a prefix that ends inside an earlier text is found the second time at best.",
         *interval_sentences(results),
         "Where the rule fails: a beginning that all requests share and that is shorter than L is "
         "never found by an interval, and always by `junctions` (here a system prompt of 512 tokens, "
@@ -500,7 +501,7 @@ def answer(results: Results) -> list[str]:
         "**The budget of a step is a part of the cache.** A chunk writes a state for each of its "
         f"blocks before it gives them back: with {CHUNK:,} tokens a step and blocks of "
         f"{BLOCK_SIZE} these are as large as {min(reserves):,} to {max(reserves):,} tokens of keys "
-        "and values. It is the least that a prompt needs to enter, so smaller chunks let more "
+        "and values. A prompt of a chunk or more enters only where they are free, so smaller chunks let more "
         "requests run in a small pool.",
         growth_sentence(results),
         *time_sentences(results),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.core.config import expand
+from experiments.core.field_files import BlockIds
 from experiments.core.workloads import BurstGPT, Mooncake, ShareGPT, Workload, check
 from tests.experiments.core.summaries import BASE, simulated_run
 from tests.experiments.core.test_workloads import make
@@ -188,3 +189,15 @@ def test_a_missing_file_says_where_there_is_one(tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"there is no file .*no\.txt.*{name}"):
             expand({**BASE, "workload": {"kind": kind, "file": "no.txt"}}, folder=tmp_path)
+
+
+def test_pieces_are_the_tokens_of_a_prompt_by_their_blocks():
+    prompt = BlockIds((7, 8, 9), 1100, (0, 100), (1,))
+    assert prompt.pieces == [(7, 0, 512), (8, 0, 512), (9, 0, 76)]
+    rest = prompt.after(600)
+    assert rest.pieces == [(8, 88, 512), (9, 0, 76)]
+    whole = {block: BlockIds((block,), 512, (0, 100), (1,)) for block in (8, 9)}
+    tokens = [
+        token for block, start, end in rest.pieces for token in tuple(whole[block])[start:end]
+    ]
+    assert tokens == list(rest)
