@@ -25,10 +25,11 @@ pytestmark = pytest.mark.few_optimisations
 PARAMS = greedy(12, logprobs=0)
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "num_blocks": 60, "max_model_len": 48}
 SWAPPED = {"preemption": "swap", "swap_space_gib": 0.05}
-FEW = 13  # blocks, so that sequences are preempted
+# two rows for four requests, whose turns are short: running ones are evicted for those that wait
+TURNS = {"policy": {"name": "mlfq", "quantum": 3}, "max_num_seqs": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "cut prompts, recomputed": {"block_size": 4, "max_num_batched_tokens": 13, "num_blocks": FEW},
-    "swapped": {"block_size": 4, "max_num_batched_tokens": 24, "num_blocks": FEW, **SWAPPED},
+    "cut prompts, recomputed": {"block_size": 4, "max_num_batched_tokens": 13, **TURNS},
+    "swapped": {"block_size": 4, "max_num_batched_tokens": 24, **TURNS, **SWAPPED},
     "blocks of a token": {"block_size": 1, "max_num_batched_tokens": 9, "num_blocks": 300},
     "blocks of 16": {"block_size": 16},
     "drafts": {"block_size": 8, "speculative": {"method": "ngram", "num_tokens": 3}},
@@ -55,11 +56,13 @@ def folder(request, tmp_path_factory) -> Path:
 def check_answers(folder: Path, case: str, expected: Expected, tmp_path: Path) -> None:
     """Compares two rounds of the prompts, of which the second finds prefixes of the first."""
     llm = small_llm(folder, **SMALL | CASES[case])
+    size = llm.engine.scheduler_state.config.block_size
     recording = tmp_path / "run.jsonl"
     llm.engine.record(recording)
     for number in range(2):
         outputs = llm.generate(prompts(), PARAMS)
-        assert number == 0 or any(output.num_cached_tokens for output in outputs)
+        if number:  # of 36 tokens; the last one is computed again
+            assert outputs[3].num_cached_tokens == 35 // size * size
         for prompt, output in zip(prompts(), outputs, strict=True):
             answer = output.outputs[0]
             tokens, logprobs = expected(tuple(prompt), tuple(answer.token_ids))
@@ -68,7 +71,7 @@ def check_answers(folder: Path, case: str, expected: Expected, tmp_path: Path) -
     llm.engine.record(None)
     check_idle(llm.engine)
     plans = [transition.plan for transition in replay(recording) if transition.plan]
-    assert any(plan.preempted for plan in plans) == (CASES[case].get("num_blocks") == FEW)
+    assert any(plan.preempted for plan in plans) == ("policy" in CASES[case])
     assert any(plan.swapped for plan in plans) == ("preemption" in CASES[case])
 
 

@@ -17,15 +17,18 @@ from pagedjax.device.adapters import adapted
 from pagedjax.device.draft_model import of_decoder
 from pagedjax.device.models import assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
+from pagedjax.device.models.eagle import eagle_config
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.score import score
+from pagedjax.engine.resolve import resolve
 from pagedjax.host import scheduler
 from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import find
 from pagedjax.host.replay import replay
 from pagedjax.host.types import HOLE, Request
+from pagedjax.options.config import EngineConfig, Speculative
 from pagedjax.weights.trained import nested
 from tests.engine.runs import check_idle, greedy, small_llm
 from tests.refusals import refused
@@ -259,9 +262,15 @@ def test_what_such_a_model_cannot_have_is_refused(name, loaded):
         small_llm(loaded, **options)
 
 
-def test_a_draft_model_of_such_layers_is_refused(loaded):
+def test_draft_models_and_heads_of_such_layers_and_beside_them_are_refused(loaded, tiny):
     with refused(r"the draft model has layers without attention \(ShortConv\), .* use one with"):
         of_decoder(loaded.model)
+    with refused(r"layers without attention \(ShortConv\), beside which no draft head runs yet"):
+        eagle_config(loaded.model.config, 100)
+    options = Speculative(method="draft", model="x")
+    config = EngineConfig(speculative=options, num_blocks=8, max_model_len=64)
+    with refused("beside which no draft model or head runs yet; use speculative.method='ngram'"):
+        resolve(config, loaded.model, draft=of_decoder(tiny.model))
 
 
 def test_adapters_are_for_attention_and_mlps(loaded):
