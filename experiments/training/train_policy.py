@@ -162,7 +162,7 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
             f"num_blocks is {setup.num_blocks}, and the longest request of 1600 tokens has "
             f"{largest} blocks of {setup.block_size}; raise --num-blocks"
         )
-    world = Environment(setup.requests, workloads.poisson(setup.requests), reward_of(setup.reward))
+    world = Environment(setup.requests, reward=reward_of(setup.reward))
     return world, Params(sizes, cost, workloads.mixed(setup.rate, setup.spread))
 
 

@@ -68,10 +68,9 @@ def space_like(value: Any) -> Box | Dict:
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(value, Mapping):
-        return Dict({name: space_like(part) for name, part in value.items()})
+    parts = value if isinstance(value, Mapping) else getattr(value, "_asdict", dict)()
+    if parts:
+        return Dict({name: space_like(part) for name, part in parts.items()})
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise ValueError(
             f"an observation has a {type(value).__name__}; return arrays, or a named tuple or a "
