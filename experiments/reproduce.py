@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--traces",
         type=Path,
         metavar="FOLDER",
-        help="folder of the recorded files of studies 012, 015, 020 and 026",
+        help="folder of the recorded files of studies 012, 015, 020, 026 and 029",
     )
     parser.add_argument(
         "--out",
