@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--traces",
         type=Path,
         metavar="FOLDER",
-        help="folder of the recorded files of studies 012, 015, 020, 026 and 030",
+        help="folder of the recorded files of studies 012, 015, 020, 026, 029 and 030",
     )
     parser.add_argument(
         "--out",

@@ -5,10 +5,10 @@
     pagedjax generate "Hello" --policy runs/policy/learned.py:POLICY
 
 The worlds are schedulers on arrays (experiments/twin). The policy is a small network
-(experiments/twin/learned.py). It is trained by evolution strategies (Salimans et al. 2017, arXiv
-1703.03864): candidates lie around the parameters in pairs, all of them play the same episodes, and
-their ranks weigh the directions. Every `--every` steps the command compares the policy on held-out
-episodes with "fcfs", "shortest" and an oracle that knows all lengths, and writes a checkpoint.
+(experiments/twin/learned.py). It is trained by evolution strategies, or with `--method gradient` by
+a policy gradient (policy_methods.py). Every `--every` steps the command compares the policy on
+held-out episodes with "fcfs", "shortest" and an oracle that knows all lengths, and writes a
+checkpoint.
 
     OUT/run.json            the options of the run; a command with other options is refused
     OUT/checkpoints/STEP/   parameters, optimiser, losses. A killed run resumes from the last one, bit for bit
@@ -162,7 +162,7 @@ def world_of(setup: Setup) -> tuple[Environment, Params]:
             f"num_blocks is {setup.num_blocks}, and the longest request of 1600 tokens has "
             f"{largest} blocks of {setup.block_size}; raise --num-blocks"
         )
-    world = Environment(setup.requests, workloads.poisson(setup.requests), reward_of(setup.reward))
+    world = Environment(setup.requests, reward=reward_of(setup.reward))
     return world, Params(sizes, cost, workloads.mixed(setup.rate, setup.spread))
 
 
@@ -311,7 +311,8 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
                 )
             comparison = compared(trainer.held_out(state.params))
             held_out = -comparison.means["learned"]
-            losses = [*losses, {"step": step, "train": mean, "held_out": held_out}]
+            gap = comparison.gap
+            losses = [*losses, {"step": step, "train": mean, "held_out": held_out, "gap": gap}]
             save(manager, step, state, losses)
             say(row(step, mean, comparison))
     file = out / "learned.py"

@@ -193,13 +193,13 @@ class Environment(NamedTuple):
     """A world as a value. Two are equal if their functions are.
 
     count: requests of an episode, N.
-    draw: the workload of an episode (workloads.py); None: `workloads.poisson(count)`.
+    own_draw: the workload of an episode (workloads.py); None: `workloads.poisson(count)`.
     reward: a value of REWARDS, or your own (before, after, params) -> float32 [].
     observe: `observe`, or your own (state, params) -> arrays.
     """
 
     count: int = 64
-    draw: Draw | None = None
+    own_draw: Draw | None = None
     reward: Reward = latency
     observe: Observe = observe
 
@@ -207,6 +207,11 @@ class Environment(NamedTuple):
     def name(self) -> str:
         """The environment's name."""
         return "PagedScheduler"
+
+    @property
+    def draw(self) -> Draw:
+        """The workload of an episode."""
+        return self.own_draw or workloads.poisson(self.count)
 
     @property
     def num_actions(self) -> int:
@@ -220,9 +225,9 @@ class Environment(NamedTuple):
         Raises:
             ValueError: the workload is of one's own, whose parameters are not known here.
         """
-        if self.draw is not None:
+        if self.own_draw is not None:
             raise ValueError(
-                f"draw is {self.draw!r:.80}, and the default parameters are those of the default "
+                f"own_draw is {self.own_draw!r:.80}, and the default parameters are those of the default "
                 "workload; give Params with the parameters of yours"
             )
         return _default_params()
@@ -258,8 +263,7 @@ class Environment(NamedTuple):
     def reset(self, key: jax.Array, params: Params | None = None) -> tuple[Any, State]:
         """A new episode, at its first arrival."""
         params = self._given(params)
-        draw = self.draw or workloads.poisson(self.count)
-        requests = draw(key, params.workload)
+        requests = self.draw(key, params.workload)
         never = jnp.full_like(requests.arrival, NOT_YET)
         first = scheduler.init(params.sizes, requests)
         state = _arrived(State(first, requests, jnp.int32(0), never, never))

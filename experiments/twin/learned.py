@@ -59,27 +59,41 @@ def log2(count: int) -> int:
 def features(seq: Seq) -> tuple[int, ...]:
     """The features of a sequence, in the order of FEATURES."""
     request = seq.request
-    predicted = request.predicted or 0
-    left = max(predicted - seq.num_output, 0)
-    return (
-        log2(request.prompt_len),
-        log2(seq.num_output),
-        log2(seq.limit - request.prompt_len),
-        log2(predicted),
-        log2(left),
-        min(max(request.priority, -8), 7) << FRACTION,
+    return features_of(
+        request.prompt_len,
+        seq.num_output,
+        seq.limit - request.prompt_len,
+        request.predicted or 0,
+        request.priority,
     )
 
 
-def key(network: Network, seq: Seq) -> int:
-    """The key of a sequence, in sixteenths of an arrival."""
-    inputs = features(seq)
+def features_of(
+    prompt: int, output: int, max_output: int, predicted: int, priority: int
+) -> tuple[int, ...]:
+    """The features of a sequence with these counts."""
+    return (
+        log2(prompt),
+        log2(output),
+        log2(max_output),
+        log2(predicted),
+        log2(max(predicted - output, 0)),
+        min(max(priority, -8), 7) << FRACTION,
+    )
+
+
+def score(network: Network, inputs: Sequence[int]) -> int:
+    """The score of features, in sixteenths of an arrival."""
     total = network.output_bias
     for weights, bias, output in zip(network.hidden, network.bias, network.output, strict=True):
         value = bias + sum([weight * x for weight, x in zip(weights, inputs, strict=True)])
         total += output * min(max(value >> WEIGHT_FRACTION, 0), LARGEST_HIDDEN)
-    score = min(max(total >> WEIGHT_FRACTION, 0), network.patience << FRACTION)
-    return (seq.arrival << FRACTION) + score
+    return min(max(total >> WEIGHT_FRACTION, 0), network.patience << FRACTION)
+
+
+def key(network: Network, seq: Seq) -> int:
+    """The key of a sequence, in sixteenths of an arrival."""
+    return (seq.arrival << FRACTION) + score(network, features(seq))
 
 
 def policy(name: str, network: Network) -> Policy:

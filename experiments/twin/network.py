@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from experiments.twin.learned import (
@@ -82,6 +83,11 @@ def network_of(weights: Integers) -> Network:
     return Network(
         rows, tuple(bias.tolist()), tuple(output.tolist()), int(output_bias), int(patience)
     )
+
+
+def weights_of(network: Network) -> Integers:
+    """The other way: the value as arrays."""
+    return Integers(*[np.asarray(part, np.int32) for part in network])
 
 
 def log2(counts: Ints) -> Ints:

@@ -68,17 +68,17 @@ def space_like(value: Any) -> Box | Dict:
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(value, Mapping):
-        return Dict({name: space_like(part) for name, part in value.items()})
-    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+    parts = value if isinstance(value, Mapping) else getattr(value, "_asdict", dict)()
+    if parts:
+        return Dict({name: space_like(part) for name, part in parts.items()})
+    array: Any = value
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         raise ValueError(
-            f"an observation has a {type(value).__name__}; return arrays, or a named tuple or a "
+            f"an observation has a {type(array).__name__}; return arrays, or a named tuple or a "
             "dictionary of arrays"
         )
-    dtype = np.dtype(value.dtype)
+    dtype = np.dtype(array.dtype)
     if dtype == np.dtype(bool):
-        return Box(False, True, value.shape, dtype)
+        return Box(False, True, array.shape, dtype)
     limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
-    return Box(limits.min, limits.max, value.shape, dtype)
+    return Box(limits.min, limits.max, array.shape, dtype)

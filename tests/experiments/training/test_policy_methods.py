@@ -34,6 +34,7 @@ COUNT = 8
 SIZES = Sizes(block_size=4, num_blocks=14, budget=64, max_running=4)
 DRAWS = 2048
 TEMPERATURE = 2.0
+PATIENCE = 8
 
 
 def log_probability(logits: Any, among: list[int], drawn: list[int]) -> Any:
@@ -66,16 +67,20 @@ def small_problem() -> tuple[Problem, jax.Array]:
         np.linspace(0, 3e-4, COUNT), prompts, outputs, 16, predicted=outputs[::-1], sizes=SIZES
     )
     graphdef, first = nnx.split(Scorer(8, rngs=nnx.Rngs(0)))
+    first["output"]["bias"] = jax.tree.map(
+        lambda bias: bias + PATIENCE / 2, first["output"]["bias"]
+    )
     vector, unravel = ravel_pytree(first)
     problem = Problem(
         Environment(COUNT, given),
         Params(SIZES, Cost.of(lambda work: 1e-4 + 1e-6 * work.tokens, SIZES), requests),
         scorer=lambda changed: nnx.merge(graphdef, unravel(changed)),
-        weights=lambda changed: network.integers(nnx.merge(graphdef, unravel(changed)), 8),
+        weights=lambda changed: network.integers(nnx.merge(graphdef, unravel(changed)), PATIENCE),
         episodes=lambda step, count: jax.random.split(jax.random.key(0), count),
-        patience=8,
+        patience=PATIENCE,
     )
-    return problem, 0.4 * jax.random.normal(jax.random.key(1), vector.shape)
+    noise = 0.2 * jax.random.normal(jax.random.key(1), vector.shape)
+    return problem, vector + noise
 
 
 def asked_by(state: Any, scores: np.ndarray) -> tuple[list[int], list[int]]:

@@ -59,16 +59,16 @@ def drawn() -> Any:
 
 def on_arrays_by_the_clock(requests: Any, weights: Integers) -> recorded.Decisions:
     """An episode of the environment, which decides when requests arrive."""
-    world = WORLD._replace(draw=workloads.given)
+    world = WORLD._replace(own_draw=workloads.given)
     params = PARAMS._replace(workload=requests)
     key = jax.random.key(0)
 
     @jax.jit
     def episode(weights: Integers) -> Any:
-        def step(state: Any, _: None) -> tuple[Any, Any]:
+        def step(state: Any, _: Any) -> tuple[Any, Any]:
             arrived = state.scheduler.phase > 0
             order = network.order(weights, state.scheduler, state.requests)
-            _, state, _, done, info = world.step_env(key, state, order, params)
+            _, state, _reward, done, info = world.step_env(key, state, order, params)
             return state, (info["plan"], arrived, done)
 
         return jax.lax.scan(step, world.reset(key, params)[1], None, length=STEPS)[1]

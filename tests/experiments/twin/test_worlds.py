@@ -77,7 +77,7 @@ def test_an_episode_has_the_times_of_a_simulated_run(name):
     # arrivals are never at the end of a step
     requests = WORLD.draw(key, WORKLOAD)
     requests = requests._replace(arrival=requests.arrival // 10 * 10 + 5)
-    world = WORLD._replace(draw=workloads.given)
+    world = WORLD._replace(own_draw=workloads.given)
     params = PARAMS._replace(workload=requests)
     policy = jnp.int32(list(policies.POLICIES).index(name))
     state, (rewards, done, computed) = jax.device_get(run_episode(world, key, params, policy))
@@ -165,7 +165,9 @@ def test_an_environment_has_default_parameters():
         observation, state, reward, _, _ = step(action_key, state, action)
         assert world.observation_space().contains(observation)
         assert reward <= 0
-    with refused("draw is .*the default parameters are those of the default workload; give Params"):
+    with refused(
+        "own_draw is .*the default parameters are those of the default workload; give Params"
+    ):
         _ = WORLD.default_params
 
 
@@ -176,7 +178,7 @@ def test_a_space_has_what_its_sample_has():
         "flags": jnp.zeros((3,), bool),
         "shares": jnp.zeros((), jnp.float32),
     }
-    space = space_like(members)
+    space: Any = space_like(members)
     sample = space.sample(jax.random.key(0))
     chex.assert_trees_all_equal_shapes_and_dtypes(dict(sample), members)
     assert space.num_spaces == 3
@@ -201,7 +203,8 @@ def test_a_reward_and_an_observation_of_ones_own_are_a_function_each():
     key = jax.random.key(6)
     observation, state = world.reset(key, PARAMS)
     assert observation == {"free": 1.0}
-    assert world.observation_space(PARAMS).spaces["free"].dtype == jnp.float32
+    space: Any = world.observation_space(PARAMS)
+    assert space.spaces["free"].dtype == jnp.float32
     _, (rewards, done, _) = run_episode(world, key, PARAMS, jnp.int32(0))
     assert done[-1]
     assert rewards.sum() == COUNT

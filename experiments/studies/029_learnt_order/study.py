@@ -1,0 +1,625 @@
+"""029: an order of the queue that was learnt in many worlds at once, against orders by hand and an
+oracle: on arrays, in the simulator, in an engine, on other loads and on recorded requests.
+
+There is no published number. The runs of training are in runs/029_learnt_order, and go on where they
+were stopped. The engine has a random Llama, because an order knows no token; its seconds are those
+of this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.analysis import figures
+from experiments.bench.random_llama import SHAPES, random_model
+from experiments.core.drive import drive
+from experiments.core.workloads import AZURE
+from experiments.simulation.cost import CHIPS, Roofline
+from experiments.simulation.cost import SHAPES as SIMULATED
+from experiments.studies.findings import Findings, NoTraces, markdown
+from experiments.training import train_policy
+from experiments.training.policy_methods import METHODS
+from experiments.training.train_policy import Setup, world_of
+from experiments.twin import learned, network, policies, recorded, simulated, workloads
+from experiments.twin.environment import Environment, Params
+from experiments.twin.network import Integers
+from experiments.twin.policies import all_offered
+from experiments.twin.rollout import Decide, Difference, cached, difference, returns, shortest_left
+from experiments.twin.scheduler import Order, Requests, Sizes
+from experiments.twin.scheduler import State as Scheduled
+from experiments.twin.workloads import LATEST, MICROSECONDS, Lengths, Poisson, of_arrays
+from pagedjax.engine.engine import Engine
+from pagedjax.host import replay
+from pagedjax.options.config import EngineConfig
+from pagedjax.options.own_values import own_value
+from pagedjax.server.load_client.text_files import trace_rows
+
+QUESTION = (
+    "What does an order of the queue gain that was learnt in many worlds at once, and where does it "
+    "fail?"
+)
+TRACES = {"chat": "conv", "code": "code"}
+FETCH = AZURE  # which files, and where they are
+RUNS = Path(__file__).parents[3] / "runs" / "029_learnt_order"
+SETUP = Setup(steps=24, pairs=8, worlds=16, held_out=128, simulated=0)
+SEEDS = (0, 1)
+EVERY = 4
+LEARNED = "learned"
+ORACLE = "oracle"
+PREDICTED = "fewest predicted tokens left"
+SPREAD = SETUP.spread  # of predictions
+RATES = (12.0, 18.0, 24.0, 30.0, 48.0)  # requests a second
+SCALES = (1.0, 0.75, 0.5)  # of the times of the recorded requests
+LONGEST_PROMPT = 7000
+LONGEST_OUTPUT = 1000
+EPISODES_KEY = 29_000_000
+# the engine: a step of this model takes milliseconds on a CPU, most of them on the host
+MODEL = SHAPES["small"] | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+}
+PROMPTS = (20, 60, 200, 600)
+PREDICTIONS = (10, 30, 100, 300)
+
+
+class Size(NamedTuple):
+    """setup: of the training. seeds: of it. episodes: on arrays, in the simulator and in the engine.
+    windows: of a trace.
+    """
+
+    setup: Setup
+    seeds: Sequence[int]
+    episodes: int
+    simulated: int
+    measured: int
+    windows: int
+
+
+FULL = Size(SETUP, SEEDS, episodes=256, simulated=24, measured=16, windows=16)
+QUICK = Size(
+    dataclasses.replace(SETUP, steps=2, pairs=2, worlds=2, held_out=8, requests=12, units=3),
+    seeds=(0,),
+    episodes=8,
+    simulated=2,
+    measured=2,
+    windows=2,
+)
+
+
+def run(folder: Path, quick: bool, traces: Path) -> Findings:
+    size = QUICK if quick else FULL
+    files = {name: trace_file(traces, name) for name in TRACES}
+    if quick:
+        with TemporaryDirectory() as runs:
+            return findings_of(size, Path(runs), files)
+    return findings_of(size, RUNS, files)
+
+
+def trace_file(traces: Path, name: str) -> Path:
+    """The file of a trace: its name contains the word of `TRACES`.
+
+    Raises:
+        NoTraces: the folder has no such file.
+    """
+    files = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
+    if not files:
+        raise NoTraces(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {FETCH}")
+    return files[0]
+
+
+def findings_of(size: Size, runs: Path, files: Mapping[str, Path]) -> Findings:
+    curves = {
+        method: [learn(size, runs, method, seed) for seed in size.seeds] for method in METHODS
+    }
+    method, seed = best(curves, size.seeds)
+    file = runs / f"{method}-{seed}" / "learned.py"
+    policy = f"{file}:POLICY"
+    net = own_value("policy", f"{file}:NETWORK", learned.Network, {})
+    twin = Twin(size.setup, network.weights_of(net))
+    on_arrays = twin.latencies(twin.params.workload, size.episodes)
+    in_simulator = simulated_latencies(twin, policy, size.simulated)
+    in_engine, equal = measured_latencies(twin, policy, size.measured)
+    loads = {name: twin.latencies(w, size.episodes) for name, w in scenarios(size.setup).items()}
+    recorded_loads = {
+        (name, scale): twin.of_windows(windows_of(path, size, scale))
+        for name, path in files.items()
+        for scale in SCALES
+    }
+    places = {
+        "on arrays": on_arrays,
+        "in the simulator": in_simulator,
+        "in the engine": in_engine,
+    }
+    answer = [
+        learning_sentence(curves),
+        chosen_sentence(method, seed, on_arrays),
+        *[place_sentence(place, values) for place, values in places.items()],
+        equal,
+        weights_sentence(net),
+        failure_sentence(loads, recorded_loads),
+    ]
+    figure = {
+        "learning.svg": figures.curves(
+            {"held-out episodes": {name: mean_curve(runs) for name, runs in curves.items()}},
+            "step of training",
+            "share of the oracle's gain over first come",
+        )
+    }
+    return Findings(
+        [],
+        answer,
+        figure,
+        [
+            places_table(places),
+            curves_table(curves, size.seeds),
+            scores_table(net),
+            loads_table(loads, recorded_loads),
+        ],
+    )
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+Curve = list[tuple[int, float]]  # (step, share of the oracle's gain) on held-out episodes
+
+
+def learn(size: Size, runs: Path, method: str, seed: int) -> Curve:
+    """Train, or go on with a run of this study."""
+    setup = dataclasses.replace(size.setup, method=method, seed=seed)
+    losses = train_policy.train(
+        runs / f"{method}-{seed}", setup, min(EVERY, setup.steps), say=lambda line: None
+    )
+    return [(loss["step"], loss["gap"]) for loss in losses]
+
+
+def best(curves: Mapping[str, Sequence[Curve]], seeds: Sequence[int]) -> tuple[str, int]:
+    """The method and the seed whose last policy is the best one on the held-out episodes of its
+    training. The study compares it on others.
+    """
+    lasts = {
+        (method, seed): runs[i][-1][1]
+        for method, runs in curves.items()
+        for i, seed in enumerate(seeds)
+    }
+    return max(lasts, key=lambda key: lasts[key])
+
+
+def mean_curve(runs: Sequence[Curve]) -> Curve:
+    """The mean of several runs by step."""
+    return [
+        (points[0][0], statistics.fmean([gap for _, gap in points]))
+        for points in zip(*runs, strict=True)
+    ]
+
+
+# --- on arrays ------------------------------------------------------------------------------------
+
+Latencies = dict[str, np.ndarray]  # mean seconds from arrival to end, of each episode, by policy
+
+
+def predicted_left(policy: None, state: Scheduled, requests: Requests) -> Order:
+    """The fewest predicted tokens left first, without a limit of age and without preemption."""
+    output = state.length - requests.prompt_len
+    return all_offered(requests.predicted - output)
+
+
+class Twin:
+    """The worlds of a setup, and the policies that play in them."""
+
+    def __init__(self, setup: Setup, weights: Integers) -> None:
+        self.setup = setup
+        self.weights = weights
+        self.world, self.params = world_of(setup)
+        self.decides: dict[str, tuple[Decide, Any]] = {
+            LEARNED: (network.order, weights),
+            **{
+                name: (policies.without_parameters(policies.POLICIES[name]), None)
+                for name in ("fcfs", "shortest", "fair")
+            },
+            PREDICTED: (predicted_left, None),
+            ORACLE: (shortest_left, None),
+        }
+
+    @cache  # noqa: B019 - a few programs, as long as the study runs
+    def _program(self, world: Environment, name: str) -> Callable[[Params, jax.Array], jax.Array]:
+        decide, policy = self.decides[name]
+        return jax.jit(
+            lambda params, keys: returns(world, decide, policy, params, keys, together=cached())
+        )
+
+    def latencies(self, workload: Poisson, episodes: int) -> Latencies:
+        """Of drawn episodes, the same for all policies; none of them was played in training."""
+        keys = jax.random.split(jax.random.key(EPISODES_KEY), episodes)
+        params = self.params._replace(workload=workload)
+        return {
+            name: -np.asarray(self._program(self.world, name)(params, keys))
+            for name in self.decides
+        }
+
+    def of_windows(self, windows: Sequence[Params]) -> Latencies:
+        """Of recorded requests: an episode for each window."""
+        world = self.world._replace(own_draw=workloads.given)
+        keys = jax.random.split(jax.random.key(0), 1)
+        return {
+            name: -np.concatenate(
+                [np.asarray(self._program(world, name)(params, keys)) for params in windows]
+            )
+            for name in self.decides
+        }
+
+    def drawn(self, episodes: int) -> list[Requests]:
+        """The first episodes of `latencies`, as numpy arrays."""
+        keys = jax.random.split(jax.random.key(EPISODES_KEY), episodes)
+        draw = jax.jit(self.world.draw)
+        return [jax.device_get(draw(key, self.params.workload)) for key in keys]
+
+
+def scenarios(setup: Setup) -> dict[str, Poisson]:
+    """Workloads that differ from that of the training in one thing."""
+    trained = workloads.mixed(setup.rate, setup.spread)
+
+    def longer(lengths: Lengths, factor: float) -> Lengths:
+        return lengths._replace(median=factor * lengths.median)
+
+    def shares(*kinds: float) -> Poisson:
+        return trained._replace(kinds=np.asarray(kinds, np.float32))
+
+    by_rate = {
+        f"{rate:g} requests/s": trained._replace(rate=rate) for rate in RATES if rate != setup.rate
+    }
+    return {
+        "as trained": trained,
+        **by_rate,
+        "chats alone": shares(1.0, 0.0, 0.0),
+        "summaries alone": shares(0.0, 1.0, 0.0),
+        "essays alone, 12 requests/s": shares(0.0, 0.0, 1.0)._replace(rate=12.0),
+        "answers of half the length, 40 requests/s": trained._replace(
+            rate=40.0, output=longer(trained.output, 0.5)
+        ),
+        "answers of twice the length, 14 requests/s": trained._replace(
+            rate=14.0, output=longer(trained.output, 2.0)
+        ),
+        "exact predictions": trained._replace(spread=0.0),
+        "predictions wrong by twice as much": trained._replace(spread=2 * setup.spread),
+        "predictions wrong by four times as much": trained._replace(spread=4 * setup.spread),
+    }
+
+
+def windows_of(file: Path, size: Size, scale: float) -> list[Params]:
+    """Windows of a recorded day, evenly spaced, with as many requests as an episode has. The times
+    of each are multiplied by `scale`; predictions are wrong as in the training.
+    """
+    rows = [
+        row
+        for row in trace_rows(file.name, file.read_text(encoding="utf-8"), 0, None, FETCH)
+        if 1 <= row.prompt_tokens <= LONGEST_PROMPT and 1 <= row.output_tokens <= LONGEST_OUTPUT
+    ]
+    count = size.setup.requests
+    starts = np.linspace(0, len(rows) - count, size.windows).astype(int)
+    _, params = world_of(size.setup)
+    need = -(-(LONGEST_PROMPT + LONGEST_OUTPUT) // size.setup.block_size)
+    sizes = params.sizes._replace(num_blocks=2 * need)
+    rng = np.random.default_rng(0)
+    windows = []
+    for start in starts:
+        part = rows[start : start + count]
+        seconds = [scale * (row.at - part[0].at).total_seconds() for row in part]
+        output = np.asarray([row.output_tokens for row in part])
+        wrong = np.exp(SPREAD * rng.normal(size=count))
+        requests = of_arrays(
+            np.minimum(seconds, LATEST / MICROSECONDS),
+            [row.prompt_tokens for row in part],
+            output,
+            LONGEST_OUTPUT,
+            sizes=Sizes(*sizes),
+            predicted=np.clip(np.round(output * wrong), 1, LONGEST_OUTPUT).astype(int),
+        )
+        windows.append(params._replace(sizes=sizes, workload=requests))
+    return windows
+
+
+# --- in the simulator and in an engine ------------------------------------------------------------
+
+
+def simulated_latencies(twin: Twin, policy: str, episodes: int) -> Latencies:
+    """Of the first episodes of `Twin.latencies`, with the scheduler itself."""
+    roofline = Roofline(SIMULATED[twin.setup.model], CHIPS[twin.setup.chip])
+    drawn = twin.drawn(episodes)
+    names = {LEARNED: policy, "fcfs": "fcfs", "shortest": "shortest", "fair": "fair"}
+    names |= {"srtf": "srtf"}
+    return {
+        name: np.asarray(
+            [
+                mean_latency(
+                    simulated.run(requests, simulated.engine_config(twin.setup, value), roofline),
+                    requests,
+                )
+                for requests in drawn
+            ]
+        )
+        for name, value in names.items()
+    }
+
+
+def mean_latency(run: simulated.Run, requests: Requests) -> float:
+    """Seconds from arrival to end."""
+    return float(np.mean(run.end - requests.arrival / MICROSECONDS))
+
+
+def measured_latencies(twin: Twin, policy: str, episodes: int) -> tuple[Latencies, str]:
+    """Of an engine that is measured -> (latencies, a sentence on its decisions).
+
+    The policies take turns. Arrivals are stretched by the ratio of step times, so that the load is
+    that of the worlds.
+    """
+    setup = twin.setup
+    names = {LEARNED: policy, "fcfs": "fcfs", "shortest": "shortest"}
+    model = random_model(MODEL, "float32")
+    engines = {name: Engine(model, engine_config(setup, value)) for name, value in names.items()}
+    drawn = twin.drawn(episodes)
+    stretch = stretch_of(twin, engines["fcfs"], drawn[0])
+    policies_by_name = replay.with_own([policy])
+    results: dict[str, list[float]] = {name: [] for name in names}
+    equal = steps = 0
+    with TemporaryDirectory() as folder:
+        for number, requests in enumerate(drawn):
+            slowed = requests._replace(
+                arrival=np.minimum(stretch * requests.arrival, LATEST).astype(np.int32)
+            )
+            turns = list(engines.items())
+            for name, engine in turns[number % 3 :] + turns[: number % 3]:
+                path = Path(folder) / f"{name}-{number}.jsonl"
+                engine.reset()
+                engine.record(path)
+                start, events = drive(engine, simulated.items_of(slowed), simulated.SAMPLING)
+                engine.record(None)
+                run = simulated.run_of(events, start, len(slowed.arrival))
+                results[name].append(mean_latency(run, slowed))
+                if name == LEARNED:
+                    number_of_steps = equal_steps(path, policies_by_name, twin, slowed)
+                    equal += number_of_steps > 0
+                    steps += number_of_steps
+    sentence = (
+        f"In {equal} of {episodes} measured runs the {steps:,} decisions of the engine are those "
+        "of the scheduler on arrays, given the arrivals that the recording has, and the recording "
+        "replays byte for byte."
+    )
+    return {name: np.asarray(values) for name, values in results.items()}, sentence
+
+
+def engine_config(setup: Setup, policy: str) -> EngineConfig:
+    """Of an engine with the sizes of a setup, and a program of few rows for decodes."""
+    budget = setup.max_num_batched_tokens
+    config = simulated.engine_config(setup, policy)
+    return dataclasses.replace(
+        config,
+        max_model_len=MODEL["max_position_embeddings"],
+        token_buckets=(min(setup.max_num_seqs, budget), budget),
+    )
+
+
+def equal_steps(
+    path: Path, policies_by_name: Mapping[str, Any], twin: Twin, requests: Requests
+) -> int:
+    """The steps of a recorded run, if all of them are those of the scheduler on arrays; else 0."""
+    if not replay.verify(path, policies_by_name).identical:
+        return 0
+    decisions = recorded.of_recording(path, len(requests.arrival), policies_by_name)
+    on_arrays = recorded.on_arrays(
+        requests,
+        twin.params.sizes,
+        network.order,
+        twin.weights,
+        decisions.submitted,
+        len(decisions.steps),
+    )
+    differs = recorded.first_difference(on_arrays, decisions.steps) is not None
+    return 0 if differs else len(decisions.steps)
+
+
+def stretch_of(twin: Twin, engine: Any, requests: Requests) -> float:
+    """How many times as long a step of the engine takes as one of the worlds. The first run warms
+    up.
+    """
+    config = simulated.engine_config(twin.setup, "fcfs")
+    roofline = Roofline(SIMULATED[twin.setup.model], CHIPS[twin.setup.chip])
+    run = simulated.run(requests, config, roofline)
+    at_once = requests._replace(arrival=np.zeros_like(requests.arrival))
+    seconds = []
+    for _ in range(2):
+        engine.reset()
+        _, results = drive(engine, simulated.items_of(at_once), simulated.SAMPLING)
+        seconds.append(statistics.median([r.finished - r.started for r in results]))
+    return seconds[-1] / (float(np.max(run.end)) / run.steps)
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def gain(latencies: Latencies, other: str) -> Difference:
+    """By how many seconds the learnt order is faster than another one, paired by episode."""
+    return difference(latencies[other], latencies[LEARNED])
+
+
+def gap(latencies: Latencies) -> float:
+    """The share of the oracle's gain over first come that the learnt order has."""
+    means = {name: float(np.mean(values)) for name, values in latencies.items()}
+    most = means["fcfs"] - means[ORACLE]
+    return (means["fcfs"] - means[LEARNED]) / most if most else float("nan")
+
+
+def interval_text(more: Difference, digits: int = 3) -> str:
+    return f"{more.mean:.{digits}f} [{more.low:.{digits}f}, {more.high:.{digits}f}]"
+
+
+def learning_sentence(curves: Mapping[str, Sequence[Curve]]) -> str:
+    lasts = {name: statistics.fmean([run[-1][1] for run in runs]) for name, runs in curves.items()}
+    middles = {name: mean_curve(runs)[(len(runs[0]) - 1) // 2] for name, runs in curves.items()}
+    better = max(lasts, key=lambda name: lasts[name])
+    parts = [
+        f"{name} has {middles[name][1]:.2f} of the oracle's gain over first come after "
+        f"{middles[name][0]} steps and {lasts[name]:.2f} after {runs[0][-1][0]}"
+        for name, runs in curves.items()
+    ]
+    return (
+        f"Under equal steps, {' and '.join(parts)} (means of {len(curves[better])} runs on held-out "
+        f"episodes): {better} is better."
+    )
+
+
+def chosen_sentence(method: str, seed: int, latencies: Latencies) -> str:
+    return (
+        f"The policy of the rest is that of {method}, seed {seed}, the best one on the held-out "
+        f"episodes of its training; on {len(latencies[LEARNED])} others it has {gap(latencies):.2f} "
+        "of the gain of an oracle that knows all lengths."
+    )
+
+
+def place_sentence(place: str, latencies: Latencies) -> str:
+    parts = [
+        f"{interval_text(gain(latencies, name))} s a request less than {name}"
+        for name in ("fcfs", "shortest")
+    ]
+    return (
+        f"{place[0].upper()}{place[1:]} it takes {np.mean(latencies[LEARNED]):.3f} s: "
+        f"{' and '.join(parts)} (95 %, {len(latencies[LEARNED])} paired episodes)."
+    )
+
+
+def score_of(net: learned.Network, prompt: int, predicted: int) -> float:
+    """The score of a request that waits, in arrivals."""
+    seq = learned.features_of(prompt, 0, 600, predicted, 0)
+    return learned.score(net, seq) / 2**learned.FRACTION
+
+
+def slopes(net: learned.Network) -> dict[str, float]:
+    """Arrivals that a doubling costs, on average over a grid."""
+    grid = [(prompt, predicted) for prompt in PROMPTS for predicted in PREDICTIONS]
+    return {
+        "predicted length": statistics.fmean(
+            [score_of(net, p, 2 * n + 1) - score_of(net, p, n) for p, n in grid]
+        ),
+        "prompt": statistics.fmean(
+            [score_of(net, 2 * p + 1, n) - score_of(net, p, n) for p, n in grid]
+        ),
+    }
+
+
+def weights_sentence(net: learned.Network) -> str:
+    by_doubling = slopes(net)
+    parts = [
+        f"a doubling of the {name} moves a request {abs(slope):.1f} arrivals "
+        f"{'back' if slope > 0 else 'forward'}"
+        for name, slope in by_doubling.items()
+    ]
+    return f"What it learnt, read from its weights: {' and '.join(parts)}."
+
+
+def failure_sentence(
+    loads: Mapping[str, Latencies], recorded_loads: Mapping[tuple[str, float], Latencies]
+) -> str:
+    named = dict(loads) | {
+        f"{name} x {1 / scale:.2g}": latencies
+        for (name, scale), latencies in recorded_loads.items()
+    }
+    by_hand = ("fcfs", "shortest")
+    lost = [
+        f"{name} ({other})"
+        for name, latencies in named.items()
+        for other in by_hand
+        if gain(latencies, other).high < 0
+    ]
+    even = [
+        f"{name} ({other})"
+        for name, latencies in named.items()
+        for other in by_hand
+        if gain(latencies, other).low <= 0 <= gain(latencies, other).high
+    ]
+    guessed = sum(gain(latencies, PREDICTED).high < 0 for latencies in named.values())
+    return (
+        f"Of {len(named)} loads it is slower, by an interval that excludes no difference, on "
+        f"{', '.join(lost) or 'none'}; no difference is excluded on {', '.join(even) or 'none'}. The "
+        f"{PREDICTED} first, which promises nobody an end, is faster on {guessed} of them."
+    )
+
+
+def places_table(places: Mapping[str, Latencies]) -> str:
+    rows = [
+        (
+            place,
+            name,
+            float(np.mean(values)),
+            "" if name == LEARNED else interval_text(gain(latencies, name), 4),
+        )
+        for place, latencies in places.items()
+        for name, values in latencies.items()
+    ]
+    return markdown(("where", "order", "mean latency, s", "the learnt one's gain, s, 95 %"), rows)
+
+
+def curves_table(curves: Mapping[str, Sequence[Curve]], seeds: Sequence[int]) -> str:
+    rows = [
+        (method, seed, *[f"{share:.2f}" for _, share in run])
+        for method, runs in curves.items()
+        for seed, run in zip(seeds, runs, strict=True)
+    ]
+    steps = [step for step, _ in next(iter(curves.values()))[0]]
+    return markdown(("method", "seed", *[f"gain after {step} steps" for step in steps]), rows)
+
+
+def scores_table(net: learned.Network) -> str:
+    rows = [
+        (f"{predicted} predicted", *[f"{score_of(net, p, predicted):.1f}" for p in PROMPTS])
+        for predicted in PREDICTIONS
+    ]
+    head = (
+        "score of a request that waits, in arrivals",
+        *[f"{p} tokens of prompt" for p in PROMPTS],
+    )
+    return markdown(head, rows)
+
+
+def loads_table(
+    loads: Mapping[str, Latencies], recorded_loads: Mapping[tuple[str, float], Latencies]
+) -> str:
+    named = dict(loads) | {
+        f"recorded {name}, {1 / scale:.2g} times as recorded": latencies
+        for (name, scale), latencies in recorded_loads.items()
+    }
+    rows = [
+        (
+            name,
+            len(latencies[LEARNED]),
+            float(np.mean(latencies[LEARNED])),
+            *[
+                interval_text(gain(latencies, other))
+                for other in ("fcfs", "shortest", "fair", PREDICTED)
+            ],
+            f"{gap(latencies):.2f}",
+        )
+        for name, latencies in named.items()
+    ]
+    head = (
+        "load",
+        "episodes",
+        "learnt, s",
+        "gain over fcfs",
+        "over shortest",
+        "over fair",
+        f"over {PREDICTED}",
+        "share of the oracle's gain",
+    )
+    return markdown(head, rows)
