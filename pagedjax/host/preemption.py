@@ -92,12 +92,14 @@ def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
     """The victim and its group, in order of arrival. If only its group runs, the victim alone, so
     that one branch advances.
 
-    Beams are never split: `submit` ensures that the beams of one request fit when they run alone.
+    Beams are never split, because they advance together. `submit` ensures that the beams of one
+    request fit when they run alone. But a policy that composes steps may leave a beam with blocks
+    of tokens that it does not compute; then all beams begin again.
     """
     if victim.group is None:
         return [victim]
     group = [seq for seq in candidates if seq.group == victim.group]
-    if len(group) == len(candidates):
+    if len(group) == len(candidates) and not victim.is_beam:
         return [victim]
     return sorted(group, key=lambda seq: seq.arrival)
 

@@ -15,6 +15,7 @@ from immutables import Map
 
 from pagedjax.host import purity, scheduler
 from pagedjax.host.event_log import Cancel, Commit, Recorder, Restart, Schedule, Submit
+from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import FCFS, Policy, find
 from pagedjax.host.replay import replay, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -478,6 +479,13 @@ def test_random_policies_keep_the_invariants_and_replay_byte_for_byte(tmp_path: 
     usual += [st.booleans(), st.none()]
     configs = drawn_views.with_checkpoints(st.builds(SchedulerConfig, *sizes, *usual))
     drawn.check(number, holds, config=configs, seed=st.integers(0, 2**32 - 1))
+
+
+def test_beams_are_not_split_where_a_composed_step_leaves_blocks_unused(tmp_path: Path):
+    """Three beams alone in the pool; two have a block each for a token that they do not compute."""
+    window = (View(window=4, kept=()),)
+    config = SchedulerConfig(1, 12, 11, 6, 8, views=window, shares_filling=False)
+    run(tmp_path / "run.jsonl", config, 269, random_policy(269))
 
 
 def test_random_policies_do_all_that_they_may(tmp_path: Path):
