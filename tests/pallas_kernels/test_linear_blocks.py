@@ -149,7 +149,6 @@ def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a chunk", "deep")),
     *(("q4_0", name, "bfloat16") for name in ("a chunk", "gates")),
-    *(("int4_128", name, "float32") for name in ("a chunk", "gates")),
     *(("fp8_128", name, "float32") for name in ("a chunk", "rows")),
     *(("mxfp4", name, "float32") for name in ("a token", "experts")),
 }

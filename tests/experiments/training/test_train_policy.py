@@ -19,6 +19,7 @@ pytestmark = pytest.mark.few_optimisations
 SMALL = Setup(steps=4, requests=12, pairs=2, worlds=2, held_out=8, units=3, rate=60.0, simulated=2)
 
 
+@pytest.mark.default_cases("gradient")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, method):
     lines: list[str] = []
