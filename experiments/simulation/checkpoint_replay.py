@@ -51,12 +51,12 @@ class CacheSizes(NamedTuple):
 class Served(NamedTuple):
     """What one text found, in tokens of its prompt.
 
-    found: those behind which it began.
-    known: those whose keys and values were in the cache.
+    hit_tokens: those behind which it began.
+    present_tokens: those whose keys and values were in the cache.
     """
 
-    found: int
-    known: int
+    hit_tokens: int
+    present_tokens: int
 
 
 class Content(NamedTuple):
@@ -67,14 +67,14 @@ class Content(NamedTuple):
 
 
 def keys_of(
-    pieces: Iterable[tuple[Hashable, int, int]], block_size: int, known: dict[Hashable, int]
+    pieces: Iterable[tuple[Hashable, int, int]], block_size: int, key_by_block: dict[Hashable, int]
 ) -> tuple[int, ...]:
     """The keys of the full blocks of a text.
 
     Args:
         pieces: (what, from, to): the tokens from - to of something, which the text has in this
             order.
-        known: the keys of all texts so far, which this function extends.
+        key_by_block: the keys of all texts so far, which this function extends.
     """
     keys: list[int] = []
     key = -1
@@ -82,12 +82,12 @@ def keys_of(
     missing = block_size
     for name, start, end in pieces:
         while start < end:
-            taken = min(missing, end - start)
-            content.append((name, start, taken))
-            start += taken
-            missing -= taken
+            count = min(missing, end - start)
+            content.append((name, start, count))
+            start += count
+            missing -= count
             if not missing:
-                key = known.setdefault((key, *content), len(known))
+                key = key_by_block.setdefault((key, *content), len(key_by_block))
                 keys.append(key)
                 content = []
                 missing = block_size
@@ -126,10 +126,10 @@ class CheckpointCache:
         size = self.sizes.block_size
         ends_at = text.prompt + text.output - 1  # tokens that are computed
         limit = (text.prompt - 1) // size
-        known = 0
-        while known < limit and text.keys[known] in self._contents:
-            known += 1
-        shared = known
+        present_blocks = 0
+        while present_blocks < limit and text.keys[present_blocks] in self._contents:
+            present_blocks += 1
+        shared = present_blocks
         if self.sizes.states:
             while shared and self._present.get(text.keys[shared - 1], 0) < self.sizes.states:
                 shared -= 1
@@ -138,8 +138,8 @@ class CheckpointCache:
         boundaries = set[int]()
         if policy is not None and policy.prompts:
             boundaries.add(limit)
-        if policy is not None and policy.junctions and known > shared:
-            boundaries.add(known)
+        if policy is not None and policy.junctions and present_blocks > shared:
+            boundaries.add(present_blocks)
         distance = policy.interval // size if policy is not None else 1
         computed = shared * size
         while computed < ends_at:
@@ -158,10 +158,12 @@ class CheckpointCache:
             last = end // size
             sequence.publish_keys(first, last)
             if self.sizes.states:
-                kept = {b for b in boundaries if first < b <= last}
+                kept_boundaries = {b for b in boundaries if first < b <= last}
                 if distance:
-                    kept.update(range(first // distance * distance + distance, last + 1, distance))
-                for boundary in sorted(kept):
+                    kept_boundaries.update(
+                        range(first // distance * distance + distance, last + 1, distance)
+                    )
+                for boundary in sorted(kept_boundaries):
                     sequence.publish_state(boundary - 1)
             computed = end
             if computed < ends_at:
@@ -169,7 +171,7 @@ class CheckpointCache:
         if policy is not None and policy.texts and ends_at >= size:
             sequence.publish_state(ends_at // size - 1)
         sequence.release()
-        return Served(shared * size, known * size)
+        return Served(shared * size, present_blocks * size)
 
     # --- the pool ---------------------------------------------------------------------------------
 
@@ -287,9 +289,9 @@ class _Sequence:
     def _release_keys(self, first: int, last: int) -> None:
         """Gives back keys and values of the blocks from `first` to before `last`."""
         are_own = self._are_own[first:last]
-        own = list(compress(self._keys[first:last], are_own))
-        self._cache.empty(last - first - len(own))
-        self._cache.idle_keys(own[::-1])
+        own_keys = list(compress(self._keys[first:last], are_own))
+        self._cache.empty(last - first - len(own_keys))
+        self._cache.idle_keys(own_keys[::-1])
 
     def release_states(self, end: int) -> None:
         """Gives back the states before those of block `end`, the last one first."""

@@ -108,6 +108,21 @@ class NoTraces(ValueError):
     """The folder of --traces does not have the recorded files of a study."""
 
 
+def recorded_file(traces: Path, pattern: str, source: str) -> Path:
+    """The first file of a folder whose name fits a pattern such as `*conv*.csv`.
+
+    Args:
+        source: the sentence that says which files to fetch, and where they are.
+
+    Raises:
+        NoTraces: the folder has no such file.
+    """
+    files = sorted(traces.glob(pattern))
+    if not files:
+        raise NoTraces(f"there is no {pattern} in the folder of --traces. {source}")
+    return files[0]
+
+
 class Findings(NamedTuple):
     """answer: sentences, the most important first. figures: SVG by file name. tables: Markdown."""
 

@@ -110,8 +110,8 @@ def policy_gradient(
         return jax.vmap(episode)(keys, noise_keys)
 
     results, directions = by_cache(copy, noise)  # [copies, worlds], [copies, worlds, parameters]
-    others = (results.sum(axis=0) - results) / (copies - 1)
-    advantages = results - others
+    baselines = (results.sum(axis=0) - results) / (copies - 1)
+    advantages = results - baselines
     ascent = jnp.einsum("cw,cwp->p", advantages, directions) / results.size
     return Estimate(-ascent, -results.mean())
 
@@ -137,8 +137,8 @@ def drawn_episode(
         plan = info["plan"]
         computes = jnp.any(plan.counts > 0)
         by_key = log_gradient(state.scheduler, plan, params.sizes, keys, scores, temperature)
-        (more,) = pull_back(by_key)
-        return after, total + jnp.where(computes, reward, jnp.nan), direction + more
+        (addition,) = pull_back(by_key)
+        return after, total + jnp.where(computes, reward, jnp.nan), direction + addition
 
     def unfinished(carry: tuple[Any, jax.Array, Vector]) -> jax.Array:
         state, total, _ = carry
@@ -181,8 +181,8 @@ def log_gradient(
     stays = runs & ~plan.preempted
     rows = sizes.max_running - jnp.sum(stays) - jnp.sum(plan.admitted)
     tokens = sizes.budget - jnp.sum(plan.counts)
-    left = waits & ~plan.admitted
-    refused = scheduler.first_of(scores, left) & (rows > 0) & (tokens > 0) & none_left
+    still_waits = waits & ~plan.admitted
+    refused = scheduler.first_of(scores, still_waits) & (rows > 0) & (tokens > 0) & none_left
     asked = plan.admitted | refused
     places = jnp.where(refused, jnp.sum(plan.admitted), plan.places)
     entries = choice_gradient(-keys / temperature, waits, asked, places)
@@ -203,8 +203,8 @@ def choice_gradient(
 
     def draw(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, gradient = carry
-        left = among & ~(chosen & (places < number))
-        shares = jax.nn.softmax(jnp.where(left, logits, -jnp.inf))
+        candidates = among & ~(chosen & (places < number))
+        shares = jax.nn.softmax(jnp.where(candidates, logits, -jnp.inf))
         return number + 1, gradient + (chosen & (places == number)) - shares
 
     def draws(carry: tuple[jax.Array, jax.Array]) -> jax.Array:

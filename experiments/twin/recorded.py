@@ -122,9 +122,9 @@ def _in_places(plan: scheduler.Plan, flags: np.ndarray) -> tuple[int, ...]:
     return tuple(chosen[np.argsort(plan.places[chosen])].tolist())
 
 
-def first_difference(steps: Sequence[Decision], others: Sequence[Decision]) -> int | None:
+def first_difference(steps: Sequence[Decision], expected: Sequence[Decision]) -> int | None:
     """The number of the first step in which two runs differ; None: in no step."""
-    for number, (decision, other) in enumerate(zip(steps, others, strict=False)):
-        if decision != other:
+    for number, (decision, expected_decision) in enumerate(zip(steps, expected, strict=False)):
+        if decision != expected_decision:
             return number
-    return None if len(steps) == len(others) else min(len(steps), len(others))
+    return None if len(steps) == len(expected) else min(len(steps), len(expected))

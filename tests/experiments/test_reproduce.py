@@ -9,7 +9,7 @@ import pytest
 
 from experiments import reproduce
 from experiments.analysis import figures
-from experiments.studies.findings import Claim, Findings, Interval
+from experiments.studies.findings import Claim, Findings, Interval, recorded_file
 
 SIMULATED = (
     "001",
@@ -158,9 +158,8 @@ def test_trace_study_reads_given_folder(tmp_path):
     for kind in ("conv", "code"):
         (tmp_path / f"a_{kind}_trace.csv").write_text(TRACE, encoding="utf-8")
     study = reproduce.module(name)
-    runs = study.windows(
-        reproduce.STUDIES / name, study.trace_file(tmp_path, "chat"), True, "workload.offset=0"
-    )
+    file = recorded_file(tmp_path, "*conv*.csv", study.FETCH)
+    runs = study.windows(reproduce.STUDIES / name, file, True, "workload.offset=0")
     assert {(policy, rate) for policy, rate in runs} == {
         (p, r) for p in ("fcfs", "shortest") for r in (1.0, 2.0)
     }

@@ -14,11 +14,11 @@ from experiments.core.workloads import AZURE
 from experiments.studies.findings import (
     Findings,
     Interval,
-    NoTraces,
     Summary,
     dig,
     markdown,
     over,
+    recorded_file,
     simulated,
     span,
 )
@@ -32,24 +32,12 @@ POLICIES = ("fcfs", "shortest")
 SHARE = "goodput.share"
 
 
-def trace_file(traces: Path, name: str) -> Path:
-    """The file of a trace: its name contains the word of `TRACES`.
-
-    Raises:
-        NoTraces: the folder has no such file.
-    """
-    files = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
-    if not files:
-        raise NoTraces(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {FETCH}")
-    return files[0]
-
-
 def run(folder: Path, quick: bool, traces: Path) -> Findings:
     panels = {}
     rows = []
     answer = []
     for name in TRACES:
-        runs = windows(folder, trace_file(traces, name), quick)
+        runs = windows(folder, recorded_file(traces, f"*{TRACES[name]}*.csv", FETCH), quick)
         panels[name] = {
             policy: [
                 (rate, 100 * over(summaries, "goodput.share").middle)

@@ -41,9 +41,9 @@ from experiments.studies.findings import (
     Claim,
     Findings,
     Interval,
-    NoTraces,
     interval,
     markdown,
+    recorded_file,
     rounded,
     simulated,
 )
@@ -283,17 +283,9 @@ def claims_of(times: str, rates: Best, stress: Mapping[str, Sequence[float]]) ->
     ]
 
 
-def trace_of(traces: Path, kind: str) -> Path:
-    """The recorded trace in a folder. Raises NoTraces if there is none."""
-    files = sorted(traces.glob(f"*{TRACES[kind]}*.csv"))
-    if not files:
-        raise NoTraces(f"there is no *{TRACES[kind]}*.csv in the folder of --traces. {FETCH}")
-    return files[0]
-
-
 def run(folder: Path, quick: bool, traces: Path) -> Findings:
     seeds, seconds = (1, 1.0) if quick else (SEEDS, SECONDS)
-    files = {kind: trace_of(traces, kind) for kind in TRACES}
+    files = {kind: recorded_file(traces, f"*{TRACES[kind]}*.csv", FETCH) for kind in TRACES}
     talks = files["conversations"]
     seeds_by_kind = {"conversations": seeds, "code": 1}
     with tempfile.TemporaryDirectory() as name:

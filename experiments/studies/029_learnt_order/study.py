@@ -25,7 +25,7 @@ from experiments.core.drive import drive
 from experiments.core.workloads import AZURE
 from experiments.simulation.cost import CHIPS, Roofline
 from experiments.simulation.cost import SHAPES as SIMULATED
-from experiments.studies.findings import Findings, NoTraces, markdown
+from experiments.studies.findings import Findings, markdown, recorded_file
 from experiments.training import train_policy
 from experiments.training.policy_methods import METHODS
 from experiments.training.train_policy import Setup, world_of
@@ -47,8 +47,8 @@ QUESTION = (
     "What does an order of the queue gain that was learnt in many worlds at once, and where does it "
     "fail?"
 )
-TRACES = {"chat": "conv", "code": "code"}
 FETCH = AZURE  # which files, and where they are
+TRACES = {"chat": "conv", "code": "code"}
 RUNS = Path(__file__).parents[3] / "runs" / "029_learnt_order"
 SETUP = Setup(steps=24, pairs=8, worlds=16, held_out=128, simulated=0)
 SEEDS = (0, 1)
@@ -101,23 +101,11 @@ QUICK = Size(
 
 def run(folder: Path, quick: bool, traces: Path) -> Findings:
     size = QUICK if quick else FULL
-    files = {name: trace_file(traces, name) for name in TRACES}
+    files = {name: recorded_file(traces, f"*{TRACES[name]}*.csv", FETCH) for name in TRACES}
     if quick:
         with TemporaryDirectory() as runs:
             return findings_of(size, Path(runs), files)
     return findings_of(size, RUNS, files)
-
-
-def trace_file(traces: Path, name: str) -> Path:
-    """The file of a trace: its name contains the word of `TRACES`.
-
-    Raises:
-        NoTraces: the folder has no such file.
-    """
-    files = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
-    if not files:
-        raise NoTraces(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {FETCH}")
-    return files[0]
 
 
 def findings_of(size: Size, runs: Path, files: Mapping[str, Path]) -> Findings:
@@ -528,13 +516,23 @@ def weights_sentence(net: learned.Network) -> str:
     return f"What it learnt, read from its weights: {' and '.join(parts)}."
 
 
+def named_loads(
+    loads: Mapping[str, Latencies],
+    recorded_loads: Mapping[tuple[str, float], Latencies],
+    label: str,
+) -> dict[str, Latencies]:
+    """All loads by name. label: of a recorded one, with its name and its rate over the recorded."""
+    labelled = {
+        label.format(name=name, rate=1 / scale): latencies
+        for (name, scale), latencies in recorded_loads.items()
+    }
+    return dict(loads) | labelled
+
+
 def failure_sentence(
     loads: Mapping[str, Latencies], recorded_loads: Mapping[tuple[str, float], Latencies]
 ) -> str:
-    named = dict(loads) | {
-        f"{name} x {1 / scale:.2g}": latencies
-        for (name, scale), latencies in recorded_loads.items()
-    }
+    named = named_loads(loads, recorded_loads, "{name} x {rate:.2g}")
     by_hand = ("fcfs", "shortest")
     lost = [
         f"{name} ({other})"
@@ -595,10 +593,8 @@ def scores_table(net: learned.Network) -> str:
 def loads_table(
     loads: Mapping[str, Latencies], recorded_loads: Mapping[tuple[str, float], Latencies]
 ) -> str:
-    named = dict(loads) | {
-        f"recorded {name}, {1 / scale:.2g} times as recorded": latencies
-        for (name, scale), latencies in recorded_loads.items()
-    }
+    label = "recorded {name}, {rate:.2g} times as recorded"
+    named = named_loads(loads, recorded_loads, label)
     rows = [
         (
             name,

@@ -56,23 +56,23 @@ ENGINE: dict[str, Any] = {
 class Counts(NamedTuple):
     """What an engine decided, step by step.
 
-    found: by request, the tokens of its prompt that it found.
+    hit_tokens: by request, the tokens of its prompt that it found.
     plans: starts, counts and block tables of each step.
     """
 
-    found: Mapping[str, int]
+    hit_tokens: Mapping[str, int]
     plans: Sequence[Any]
 
 
 class Measurement(NamedTuple):
     """One hybrid under one policy.
 
-    found: the share of prompt tokens that the real engine found.
+    hit_share: of the prompt tokens that the real engine found.
     equal: whether the simulation made the same plans.
     time: processor seconds of the run over those of the engine that keeps every state.
     """
 
-    found: float
+    hit_share: float
     equal: bool
     time: Interval
 
@@ -133,14 +133,14 @@ def small_requests(items: Sequence[WorkItem], conversations: int) -> list[WorkIt
 
 
 def counts_of(results: Sequence[StepResult]) -> Counts:
-    found: dict[str, int] = {}
+    hit_tokens: dict[str, int] = {}
     plans = []
     for result in results:
         plan = result.plan
         for name, cached in zip(plan.admitted, plan.cached, strict=True):
-            found.setdefault(name, cached)
+            hit_tokens.setdefault(name, cached)
         plans.append((plan.starts, plan.counts, [seq.blocks for seq in plan.seqs]))
-    return Counts(found, plans)
+    return Counts(hit_tokens, plans)
 
 
 def simulated(config: DecoderConfig, items: Sequence[WorkItem], options: Any) -> Counts:
@@ -185,7 +185,7 @@ def measure(
     for name, options in policies.items():
         ratios = [a / b for a, b in zip(seconds[name][1:], seconds[first][1:], strict=True)]
         measurements[name] = Measurement(
-            sum(counts[name].found.values()) / total,
+            sum(counts[name].hit_tokens.values()) / total,
             counts[name] == simulated(config, items, options),
             Interval(min(ratios), statistics.median(ratios), max(ratios), "range", repeats),
         )

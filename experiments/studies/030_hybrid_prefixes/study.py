@@ -48,10 +48,10 @@ from experiments.studies.findings import (
     Claim,
     Findings,
     Interval,
-    NoTraces,
     interval,
     markdown,
     over,
+    recorded_file,
     results_of,
     rounded,
     simulated,
@@ -140,7 +140,7 @@ def sizes_of(name: str) -> Sizes:
 
 def texts_of(items: Sequence[WorkItem]) -> list[Text]:
     """The conversations of a workload of Mooncake's with sessions."""
-    known: dict[Hashable, int] = {}
+    key_by_block: dict[Hashable, int] = {}
     pieces_of: dict[str, list[tuple[Hashable, int, int]]] = {"": []}
     texts: list[Text] = []
     for item in items:
@@ -151,7 +151,7 @@ def texts_of(items: Sequence[WorkItem]) -> list[Text]:
         pieces_of[item.request_id] = pieces
         computed = (length + item.longest_output - 1) // BLOCK_SIZE
         texts.append(
-            Text(keys_of(pieces, BLOCK_SIZE, known)[:computed], length, item.longest_output)
+            Text(keys_of(pieces, BLOCK_SIZE, key_by_block)[:computed], length, item.longest_output)
         )
     return texts
 
@@ -162,11 +162,9 @@ def recorded(traces: Path, limit: int | None) -> tuple[WorkItem, ...]:
     Raises:
         NoTraces: it is not in the folder.
     """
-    files = sorted(traces.glob(f"*{TRACES}*.jsonl"))
-    if not files:
-        raise NoTraces(f"there is no *{TRACES}*.jsonl in the folder of --traces. {FETCH}")
-    spec = Mooncake("mooncake", files[0].name, sessions=True, limit=limit)
-    return build(spec, files[0].read_text(encoding="utf-8"), 0, 1000, lambda text: ()).items
+    file = recorded_file(traces, f"*{TRACES}*.jsonl", FETCH)
+    spec = Mooncake("mooncake", file.name, sessions=True, limit=limit)
+    return build(spec, file.read_text(encoding="utf-8"), 0, 1000, lambda text: ()).items
 
 
 # --- replays --------------------------------------------------------------------------------------
@@ -175,11 +173,11 @@ def recorded(traces: Path, limit: int | None) -> tuple[WorkItem, ...]:
 class Hits(NamedTuple):
     """A replay.
 
-    found: by text, the tokens of its prompt behind which it began.
+    hit_tokens: by text, the tokens of its prompt behind which it began.
     content: of the cache at the end.
     """
 
-    found: np.ndarray
+    hit_tokens: np.ndarray
     content: Content
 
 
@@ -187,10 +185,10 @@ def replay(texts: Sequence[Text], tokens: int, states: int, policy: Any) -> Hits
     """All texts in a cache of so many tokens of keys and values; None: one of them does not fit."""
     cache = CheckpointCache(CacheSizes(BLOCK_SIZE, tokens // BLOCK_SIZE, states, CHUNK), policy)
     try:
-        found = np.array([cache.serve(text).found for text in texts])
+        hit_tokens = np.array([cache.serve(text).hit_tokens for text in texts])
     except ValueError:
         return None
-    return Hits(found, cache.content)
+    return Hits(hit_tokens, cache.content)
 
 
 class Curve:
@@ -198,7 +196,9 @@ class Curve:
 
     def __init__(self, texts: Sequence[Text], sizes: Sequence[int]) -> None:
         hits = {size: replay(texts, size, 0, None) for size in sizes}
-        self.hits = {size: of_size.found for size, of_size in hits.items() if of_size is not None}
+        self.hits = {
+            size: of_size.hit_tokens for size, of_size in hits.items() if of_size is not None
+        }
         self.prompts = np.array([text.prompt for text in texts])
 
     def rate(self, tokens: float, step: int = 1) -> float | None:
@@ -268,25 +268,25 @@ def replays_of(texts: Sequence[Text], sizes: Mapping[str, Sizes], quick: bool) -
 
 
 class Preempted(NamedTuple):
-    """Of a run. again: tokens that were computed again. seconds: until its end."""
+    """Of a run. recomputed_tokens: those that were computed again. seconds: until its end."""
 
     preemptions: int
-    again: int
+    recomputed_tokens: int
     seconds: float
 
 
 def preempted(results: Sequence[StepResult]) -> Preempted:
-    known: set[str] = set()
+    seen_names: set[str] = set()
     preemptions = 0
-    again = 0
+    recomputed_tokens = 0
     for result in results:
         plan = result.plan
         preemptions += len(plan.preempted)
         for name, length, cached in zip(plan.admitted, plan.known, plan.cached, strict=True):
-            if name in known:
-                again += length - 1 - cached  # the last token was not computed before
-            known.add(name)
-    return Preempted(preemptions, again, results[-1].finished)
+            if name in seen_names:
+                recomputed_tokens += length - 1 - cached  # the last token was not computed before
+            seen_names.add(name)
+    return Preempted(preemptions, recomputed_tokens, results[-1].finished)
 
 
 def label(engine: EngineConfig) -> str:
@@ -346,7 +346,7 @@ class Results(NamedTuple):
 
     def rate(self, name: str, tokens: int, policy: str) -> float | None:
         hits = self.replays.get((name, tokens, policy))
-        return None if hits is None else float(hits.found.sum() / self.curve.prompts.sum())
+        return None if hits is None else float(hits.hit_tokens.sum() / self.curve.prompts.sum())
 
     @property
     def places(self) -> list[tuple[str, int]]:
@@ -456,12 +456,14 @@ def answer(results: Results) -> list[str]:
         for name, tokens in results.places
     ]
     won = sum([policy == BEST for policy in best])
-    beside = [place for place in results.places if attention_alone(results, *place) is not None]
+    compared_places = [
+        place for place in results.places if attention_alone(results, *place) is not None
+    ]
     num_ahead = {
         policy: sum(
             [
                 (results.rate(*place, policy) or 0.0) > (attention_alone(results, *place) or 0.0)
-                for place in beside
+                for place in compared_places
             ]
         )
         for policy in (BEST, EVERY)
@@ -485,8 +487,8 @@ def answer(results: Results) -> list[str]:
         "A model of as many layers that all have attention needs layers / (layers of attention) "
         "times the bytes a token. So a hybrid caches more than it in equal memory if its "
         "checkpoints are further apart than rho / (layers / attention - 1). With "
-        f"{BEST} it finds more than such a model in {num_ahead[BEST]} of {len(beside)} caches, and "
-        f"with a state of every block in {num_ahead[EVERY]}.",
+        f"{BEST} it finds more than such a model in {num_ahead[BEST]} of {len(compared_places)} "
+        f"caches, and with a state of every block in {num_ahead[EVERY]}.",
         "**Rule of thumb.** The rate is that of attention alone with (C - reserve) / (1 + rho / L) "
         "tokens, counted in whole intervals. For intervals it is "
         f"{spread(interval_errors)} of prompt tokens away from the replay; for {BEST}, with the "
@@ -591,17 +593,17 @@ def growth_sentence(results: Results) -> str:
 
 
 def preemption_sentences(results: Results) -> list[str]:
-    again = {
-        name: statistics.fmean([run.again / max(run.preemptions, 1) for run in runs])
+    recomputed = {
+        name: statistics.fmean([run.recomputed_tokens / max(run.preemptions, 1) for run in runs])
         for name, runs in results.preemptions.items()
     }
-    texts, off = again.get("texts"), again.get("no prefix cache")
-    if texts is None or off is None:
+    if not {"texts", "no prefix cache"} <= recomputed.keys():
         return []
     return [
-        f"A preempted request computes {off:,.0f} tokens again without a prefix cache, "
-        f"{again[EVERY]:,.0f} with a state of every block, and {texts:,.0f} with `texts`, which keeps "
-        "the state at which it stopped; swapping computes none again."
+        f"A preempted request computes {recomputed['no prefix cache']:,.0f} tokens again without a "
+        f"prefix cache, {recomputed[EVERY]:,.0f} with a state of every block, and "
+        f"{recomputed['texts']:,.0f} with `texts`, which keeps the state at which "
+        "it stopped; swapping computes none again."
     ]
 
 
@@ -620,12 +622,12 @@ def measured_sentence(results: Results) -> str:
 
 
 def figure(results: Results) -> str:
-    shown = (EVERY, f"every {INTERVALS[2]:,} tokens", "last", BEST)
+    shown_policies = (EVERY, f"every {INTERVALS[2]:,} tokens", "last", BEST)
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name in dict.fromkeys([name for name, _ in results.places]):
         sizes = [tokens for place, tokens in results.places if place == name]
         lines: dict[str, list[tuple[float, float]]] = {}
-        for policy in shown:
+        for policy in shown_policies:
             rates = [(tokens, results.rate(name, tokens, policy)) for tokens in sizes]
             lines[policy] = [(tokens, 100 * rate) for tokens, rate in rates if rate is not None]
         alone = [(tokens, attention_alone(results, name, tokens)) for tokens in sizes]
@@ -744,8 +746,8 @@ def preemption_table(results: Results) -> str:
         (
             name,
             statistics.fmean([run.preemptions for run in runs]),
-            statistics.fmean([run.again for run in runs]),
-            statistics.fmean([run.again / max(run.preemptions, 1) for run in runs]),
+            statistics.fmean([run.recomputed_tokens for run in runs]),
+            statistics.fmean([run.recomputed_tokens / max(run.preemptions, 1) for run in runs]),
             statistics.fmean([run.seconds for run in runs]),
         )
         for name, runs in results.preemptions.items()
@@ -765,7 +767,7 @@ def measured_table(results: Results) -> str:
         (
             name,
             policy,
-            percent(measurement.found),
+            percent(measurement.hit_share),
             "yes" if measurement.equal else "no",
             f"{rounded(measurement.time.middle, 2)} ({rounded(measurement.time.low, 2)} to "
             f"{rounded(measurement.time.high, 2)})",

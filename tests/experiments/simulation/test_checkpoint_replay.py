@@ -112,10 +112,10 @@ def test_a_replay_is_that_of_the_scheduler(number):
         for text in texts:
             served.append(cache.serve(text))
             contents.append(cache.content)
-        found = [prompt.found for prompt in served]
-        assert (found, contents) == by_scheduler(texts, sizes, policy)
-        assert all(prompt.found <= prompt.known for prompt in served)
-        assert states or all(prompt.found == prompt.known for prompt in served)
+        hit_tokens = [prompt.hit_tokens for prompt in served]
+        assert (hit_tokens, contents) == by_scheduler(texts, sizes, policy)
+        assert all(prompt.hit_tokens <= prompt.present_tokens for prompt in served)
+        assert states or all(prompt.hit_tokens == prompt.present_tokens for prompt in served)
 
     check()
 

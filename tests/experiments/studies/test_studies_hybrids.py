@@ -70,10 +70,10 @@ def test_states_at_ends_of_texts_find_conversations_and_junctions_the_system_pro
     of_texts = [ends[turn] for turn in range(TURNS) for _ in range(CONVERSATIONS)]
     roomy = 100_000
     hits = hybrids.replay(texts, roomy, 3, PrefixCheckpoints(texts=True))
-    assert hits.found.tolist() == of_texts
+    assert hits.hit_tokens.tolist() == of_texts
     hits = hybrids.replay(texts, roomy, 3, PrefixCheckpoints(texts=True, junctions=True))
     # the second conversation comes to the end of the system prompt, and the third finds its state
-    assert hits.found.tolist() == [0, 0, 512, 512, *of_texts[CONVERSATIONS:]]
+    assert hits.hit_tokens.tolist() == [0, 0, 512, 512, *of_texts[CONVERSATIONS:]]
     assert hybrids.replay(texts, 1024, 3, None) is None, "a text does not fit"
 
 
