@@ -27,10 +27,16 @@ def mean_squares(
     over the tokens of a text file. They are computed in float32.
 
     Raises:
-        ValueError: the text has no token.
-        OSError, UnicodeDecodeError: the file cannot be read.
+        ValueError: the file cannot be read, or its text has no token.
     """
-    text = file.read_text("utf-8")
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(
+            f"the text {str(file)!r} cannot be read: {reason}; name a text file of a few thousand "
+            "words"
+        ) from None
     loaded = load_model(
         model, dtype="float32", linear_impl=input_squares.NAME, model_family=model_family
     )

@@ -111,7 +111,7 @@ def convert(
     if weights is not None and to != "safetensors":
         raise ValueError(
             f"weights is {weights!r} and to is {to!r}; matrices in fewer bits are written as "
-            "safetensors"
+            "safetensors; give --to safetensors, or leave the weights as they are"
         )
     if importance is not None and not (weights or "").startswith("int4"):
         raise ValueError(

@@ -100,6 +100,17 @@ def test_a_text_is_for_4_bits(source, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "No such file"), (b"\xff", "it is not UTF-8 text")]
+)
+def test_a_text_that_cannot_be_read_is_named(source, tmp_path, content, reason):
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with refused(rf"the text '.*text.txt' cannot be read: {reason}.*; name a text file"):
+        calibration.mean_squares(str(source), file)
+
+
 def test_experts_are_rounded_one_by_one(tmp_path):
     """Routers stay floats, and are named as such."""
     config = GLM_MOE | {"moe_intermediate_size": 32}
