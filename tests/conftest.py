@@ -27,10 +27,10 @@ os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 # Engines on a mesh need several devices. The first one is the default, as before.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 quick_compiler.choose_emitters()
-drawn.choose_settings()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    drawn.choose_settings(config.option.markexpr)
     garbage.start()
 
 

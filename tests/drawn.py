@@ -1,11 +1,13 @@
-"""Properties of drawn examples: the default run draws a bounded sample, `-m slow` many more of the
-same.
+"""Properties of drawn examples: the default run draws a bounded sample, `-m slow` many more.
 
-A failure prints the smallest example and the line `@reproduce_failure` that draws it again.
+The sample is the same in each run, so the default run fails because of a change, and not by chance.
+`-m slow` draws other examples each time, and finds what nobody thought of. A failure prints the
+smallest example and the line `@reproduce_failure` that draws it again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +19,18 @@ from hypothesis.stateful import run_state_machine_as_test
 Property = Callable[..., None]
 
 
-def choose_settings() -> None:
-    """Of every property: no limit of time, because a machine may be busy."""
+ASKS_FOR_SLOW = re.compile(r"(?<!not )\b(slow|exhaustive)\b")
+
+
+def choose_settings(mark_expression: str) -> None:
+    """Of every property: no limit of time, because a machine may be busy.
+
+    mark_expression: what pytest got as `-m`.
+    """
     settings.register_profile(
         "pagedjax",
         deadline=None,
+        derandomize=not ASKS_FOR_SLOW.search(mark_expression),
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow],
     )
