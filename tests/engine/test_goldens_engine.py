@@ -39,7 +39,14 @@ def prompt_log_probabilities(output: RequestOutput) -> list[float]:
 
 
 # By default one program for all: chunks of at most 32 tokens cut the longest prompt into several.
-NARROW = {"block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 32, "token_buckets": (32,)}
+# The default cache of 32 sequences would be 0.7 GB.
+NARROW = {
+    "block_size": 8,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 32,
+    "num_blocks": 160,
+    "token_buckets": (32,),
+}
 WIDE = {"block_size": 16, "max_num_batched_tokens": 2048, "token_buckets": (32, 2048)}
 WITH_PROMPTS = [golden for golden in GOLDENS if "prompt_logprobs" in golden]
 SUBSET = [*WITH_PROMPTS, *(golden for golden in SHORT[::3] if golden not in WITH_PROMPTS)]
