@@ -82,7 +82,7 @@ def choose(name: str | None, device: Any, *, weight_dtypes: Sequence[str], **fac
             obstacle = find(impl).obstacle(device, weight_dtype=weight_dtype, **facts)
             if obstacle:
                 return obstacle
-        return ""
+        return find(impl).model_obstacle(weight_dtypes)
 
     if name is None:
         return next(impl for impl in DEFAULTS if not obstacle_of(impl))

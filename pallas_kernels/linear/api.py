@@ -11,9 +11,14 @@ from pallas_kernels.linear import reference, xla
 from pallas_kernels.linear.cpu import implementation as cpu
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 
-MODULES = reference, xla, cpu
 IMPLS: dict[str, Implementation] = {
-    module.IMPLEMENTATION.name: module.IMPLEMENTATION for module in MODULES
+    impl.name: impl
+    for impl in (
+        reference.IMPLEMENTATION,
+        xla.IMPLEMENTATION,
+        cpu.IMPLEMENTATION,
+        cpu.ROUNDED,
+    )
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 

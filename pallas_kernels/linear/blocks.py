@@ -64,12 +64,17 @@ class Blocks(NamedTuple):
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """(bytes, bytes of a unit) of the parts of a block. A unit is a scale, an offset, a number
-        of 8 bits or 8 numbers of 4.
+        """(bytes, bytes of a unit) of the parts of a block. A unit is a scale, an offset, a small
+        float of 8 bits, 4 integers of 8 bits or 8 numbers of 4.
         """
         scale = self.scale_bytes
         header = [(scale, scale)] * (1 + self.offset)
-        return [*header, (self.number_bytes, 1 if self.bits == 8 else 4)]
+        return [*header, (self.number_bytes, 1 if self.numbers == "e4m3" else 4)]
+
+    @property
+    def integers(self) -> bool:
+        """Whether its numbers are integers."""
+        return self.numbers == NUMBERS[0]
 
     @property
     def code(self) -> int:

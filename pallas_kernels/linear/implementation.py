@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -104,6 +104,10 @@ def _no_obstacle(device: Any, **facts: Any) -> str:
     return ""
 
 
+def _serves(weight_dtypes: Sequence[str]) -> str:
+    return ""
+
+
 def _nothing(**facts: Any) -> None:
     pass
 
@@ -130,6 +134,8 @@ class Implementation(NamedTuple):
     obstacle: (device, *, dtype, weight_dtype, mesh, activation) -> the reason why it cannot serve a
         model on the device, as the rest of a sentence; empty if it can. mesh: whether the model is
         split over devices. activation: that of the gates, or None.
+    model_obstacle: (weight_dtypes of a model's matrices) -> the reason why it is of no use to the
+        model, as the rest of a sentence; empty if it is.
     pack: (weight [M, K] on the host, or [M, bytes] of blocks, matrix) -> the same numbers in its
         own layout, on the host.
     unpack: (packed weight on the host or a device, matrix) -> [M, K] or [M, bytes]: the inverse.
@@ -149,6 +155,7 @@ class Implementation(NamedTuple):
     name: str
     multiply: Callable[..., jax.Array]
     obstacle: Callable[..., str] = _no_obstacle
+    model_obstacle: Callable[[Sequence[str]], str] = _serves
     pack: Callable[[np.ndarray, Matrix], np.ndarray] = as_it_is
     unpack: Callable[[Any, Matrix], Any] = as_it_is
     gather: Callable[[jax.Array, Matrix, jax.Array], jax.Array] = rows_of

@@ -25,7 +25,7 @@ from pallas_kernels.linear.cpu import implementation as cpu
 from pallas_kernels.shared.cpu import compiler, object_files, trampolines
 from pallas_kernels.shared.cpu.handler import Handler
 
-FLOAT32 = "float32", "float32", False
+FLOAT32 = "float32", "float32", False, False
 OPTIONS = cpu.HANDLERS[FLOAT32].options
 
 

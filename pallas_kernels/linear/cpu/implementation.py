@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.linear.blocks import BLOCKS, restored
-from pallas_kernels.linear.cpu import panels
+from pallas_kernels.linear.cpu import groups, panels
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 from pallas_kernels.shared.cpu.handler import Handler
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
-TARGET = "pallas_kernels.linear.cpu.4"
+TARGET = "pallas_kernels.linear.cpu.5"
 DTYPES = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -27,10 +29,10 @@ MIN_COLUMNS = 6
 MAX_COLUMNS = 12
 
 
-def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
+def _handler(dtype: str, weight_dtype: str, low_rank: bool, rounds: bool) -> Handler:
     """Makes the handler of a variant, such as "bfloat16_int8_low_rank".
 
-    weight_dtype: also the name of blocks.
+    weight_dtype: also the name of blocks. rounds: whether x is rounded to 8 bits.
     """
     words = [dtype]
     if weight_dtype in BLOCKS:  # with what the code depends on, for the file that keeps it
@@ -39,13 +41,18 @@ def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
         words.append(weight_dtype)
     if low_rank:
         words.append("low_rank")
+    if rounds:
+        words.append("rounded")
     variant = "_".join(words)
-    options = {"x_size": BYTES[dtype], "low_rank": int(low_rank)}
+    options = {"x_size": BYTES[dtype], "low_rank": int(low_rank), "rounded_words": 0, "widens": 0}
     if weight_dtype in BLOCKS:
         blocks = BLOCKS[weight_dtype]
         options["kind"] = blocks.code
         options["step_inputs"] = blocks.inputs
         options["step_bytes"] = panels.PANEL * blocks.bytes
+        options["widens"] = int(not rounds)
+        if rounds:
+            options["rounded_words"] = groups.block_words(blocks)
     else:
         options["kind"] = BYTES[weight_dtype]
         options["step_inputs"] = 1
@@ -54,12 +61,19 @@ def _handler(dtype: str, weight_dtype: str, low_rank: bool) -> Handler:
     return Handler(f"linear_{variant}", f"{TARGET}.{variant}.", __package__ or "", folder, options)
 
 
-# By the dtypes of x and of the weight, and whether products of low rank are added
+def _rounds_for(weight_dtype: str) -> bool:
+    """Returns whether x can be rounded to 8 bits for products with weights of this dtype."""
+    return weight_dtype in BLOCKS and BLOCKS[weight_dtype].integers
+
+
+# By the dtypes of x and of the weight, whether products of low rank are added, and whether x is
+# rounded
 HANDLERS = {
-    (dtype, weight_dtype, low_rank): _handler(dtype, weight_dtype, low_rank)
+    (dtype, weight_dtype, low_rank, rounds): _handler(dtype, weight_dtype, low_rank, rounds)
     for dtype in DTYPES
     for weight_dtype in (dtype, "int8", *BLOCKS)
     for low_rank in (False, True)
+    for rounds in (False, True)[: 1 + _rounds_for(weight_dtype)]
 }
 
 
@@ -72,8 +86,12 @@ def multiply(
     rows: tuple[int, int] | None,
     sizes: jax.Array | None,
     dtype: str,
+    *,
+    rounds: bool = False,
 ) -> jax.Array:
     """See `api.linear`.
+
+    rounds: whether x is rounded to 8 bits where the weight is in blocks of integers.
 
     Raises:
         ValueError: `product_obstacle` gives a reason.
@@ -83,8 +101,11 @@ def multiply(
         jax.default_backend(), x.dtype.name, weight_dtype, epilogue.activation
     )
     if reason:
-        raise ValueError(f"impl 'cpu' {reason}; impl 'xla' has no such limit")
-    handler = HANDLERS[x.dtype.name, weight_dtype, epilogue.low is not None]
+        raise ValueError(
+            f"impl {'cpu_int8' if rounds else 'cpu'!r} {reason}; impl 'xla' has no such limit"
+        )
+    rounds = rounds and _rounds_for(weight_dtype)
+    handler = HANDLERS[x.dtype.name, weight_dtype, epilogue.low is not None, rounds]
     handler.register()
     matrix_outputs = matrix.outputs // matrix.count
     first, last = rows or (0, matrix_outputs)
@@ -167,16 +188,28 @@ def obstacle(
     return product_obstacle(device.platform, dtype, weight_dtype, activation)
 
 
-def prepare(*, dtype: str, weight_dtype: str, low_rank: bool) -> None:
+def rounding_obstacle(weight_dtypes: Sequence[str]) -> str:
+    """See `Implementation.model_obstacle`."""
+    if any(map(_rounds_for, weight_dtypes)):
+        return ""
+    return (
+        "rounds tokens for products with matrices in blocks of integers, and the model's are "
+        f"{', '.join(sorted(set(weight_dtypes)))} (weight_dtype='stored' keeps those of a "
+        "quantized checkpoint)"
+    )
+
+
+def prepare(*, dtype: str, weight_dtype: str, low_rank: bool, rounds: bool = False) -> None:
     """Loads or compiles in threads what such products need, if it can serve here.
 
     See `Implementation`.
     """
     if product_obstacle(jax.default_backend(), dtype, weight_dtype, None):
         return
-    HANDLERS[dtype, weight_dtype, False].start()
+    rounds = rounds and _rounds_for(weight_dtype)
+    HANDLERS[dtype, weight_dtype, False, rounds].start()
     if low_rank:
-        HANDLERS[dtype, weight_dtype, True].start()
+        HANDLERS[dtype, weight_dtype, True, rounds].start()
 
 
 def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
@@ -229,4 +262,14 @@ IMPLEMENTATION = Implementation(
     low_rank=True,
     blocks=True,
     pack_low=pack_low,
+)
+
+# The same with tokens that are rounded to 8 bits before a product with blocks of integers: each
+# number to a multiple of max |x| / 127, of its group of 32 inputs (16 in blocks of 16). Products
+# with other weights are those of "cpu".
+ROUNDED = IMPLEMENTATION._replace(
+    name="cpu_int8",
+    multiply=partial(multiply, rounds=True),
+    model_obstacle=rounding_obstacle,
+    prepare=partial(prepare, rounds=True),
 )

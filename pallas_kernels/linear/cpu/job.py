@@ -15,6 +15,11 @@ WEIGHT_SIZE: Any = Option("kind")  # bytes of a number of the weight; of blocks:
 STEP_INPUTS: Any = Option("step_inputs")  # of a block; 1 otherwise
 STEP_BYTES: Any = Option("step_bytes")  # of 32 outputs
 LOW: Any = Option("low_rank")  # whether it has products of low rank
+# Words of a step of a packed token whose numbers are rounded to 8 bits (`rounded.py`); 0 if they
+# are not
+ROUNDED_WORDS: Any = Option("rounded_words")
+# Whether panels of blocks that many tiles use are widened before they are multiplied
+WIDENS: Any = Option("widens")
 
 # Words of a job: counters that the threads share, each in a cache line of its own, then constants
 # that the handler wrote.
@@ -54,7 +59,7 @@ GROUP = 544  # panels of a group
 TABLE = 552  # address of the tiles
 CHUNK_TABLE = 560  # address of the chunks
 # words that a packed token has for a step of a panel: 1, or 2 if a step is a pair of inputs and the
-# CPU has no instruction for pairs, or the inputs of a block
+# CPU has no instruction for pairs, or the inputs of a block, or ROUNDED_WORDS
 WORDS = 568
 WORKERS = 576  # threads at most
 # Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0

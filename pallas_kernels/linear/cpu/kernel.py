@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.linear.cpu import low_rank
+from pallas_kernels.linear.cpu import low_rank, rounded
 from pallas_kernels.linear.cpu.job import (
     ACTIVATION,
     BIAS,
@@ -47,6 +47,7 @@ from pallas_kernels.linear.cpu.job import (
     PANELS,
     RESIDUAL,
     RMS_PLUS_ONE,
+    ROUNDED_WORDS,
     SCALES,
     STEP_BYTES,
     STEP_INPUTS,
@@ -61,6 +62,7 @@ from pallas_kernels.linear.cpu.job import (
     TILES_DONE,
     WEIGHT,
     WEIGHT_SIZE,
+    WIDENS,
     WIDTH,
     WORDS,
     WORKERS,
@@ -219,6 +221,9 @@ def _pack_tile(job, tile, norm, rows):
         _load_row(job, token_at(job, first + i), norm, rows + i * row_bytes)
     if LOW and load_word(job + LOW_A) != 0:
         low_rank.multiply_rows(job, first, columns, rows)
+    if ROUNDED_WORDS > 0:
+        for i in range(columns):
+            rounded.round_row(WEIGHT_SIZE, rows + i * row_bytes, load_word(job + K))
     if columns == 1:
         copy_bytes(rows, out, 4 * rounded_up(words, FULL))
         return
@@ -231,7 +236,10 @@ def _pack_tile(job, tile, norm, rows):
 
 @compiled_apart
 def _multiply_tile(columns, w, x, count, sums, next_weight, stride):
-    multiply(WEIGHT_SIZE, columns, w, x, count, sums, next_weight, stride)
+    if ROUNDED_WORDS > 0:
+        rounded.multiply_rounded(WEIGHT_SIZE, columns, w, x, count, sums, next_weight, stride)
+    else:
+        multiply(WEIGHT_SIZE, columns, w, x, count, sums, next_weight, stride)
 
 
 @compiled_apart
@@ -250,7 +258,7 @@ def _multiply_panel(columns, w, widened, x, count, sums, next_weight, stride):
 
     widened: address of the same weights as float32, or 0.
     """
-    if STEP_INPUTS > 1:
+    if WIDENS:
         if widened != 0:
             inputs = count * STEP_INPUTS
             input_stride = -(-stride // STEP_INPUTS)
@@ -433,7 +441,7 @@ def _compute_item(job, item, sums):
     widened = 0
     float_step_bytes = 4 * PANEL * STEP_INPUTS
     float_panel_bytes = steps * float_step_bytes
-    if STEP_INPUTS > 1 and tiles >= WIDENED_TILES:
+    if WIDENS and tiles >= WIDENED_TILES:
         widened = scales + SCALES_BYTES * GROUP_PANELS
         for panel in range(first, end):
             panel_weight = weight + (panel - first) * panel_bytes
@@ -476,7 +484,7 @@ def _scratch_bytes(job):
     steps = load_word(job + STEPS)
     sums = SUMS * (1 if steps * STEP_INPUTS <= MAX_DEPTH else CHUNK_TILES * GROUP_PANELS)
     item = sums + SCALES_BYTES * GROUP_PANELS
-    if STEP_INPUTS > 1 and load_word(job + TILES) >= WIDENED_TILES:
+    if WIDENS and load_word(job + TILES) >= WIDENED_TILES:
         item += load_word(job + GROUP) * steps * STEP_INPUTS * 4 * PANEL
     return max((FULL + 1) * bytes_of_row(k), item) + 128
 
@@ -639,7 +647,8 @@ def _store_operands(frame, job):
     store_word(job + WIDTH, dim(out, 1))
     store_word(job + PACKED, data(result(frame, 1)))
     store_word(job + TILE_BYTES, 4 * (COLUMNS * rounded_up(dim(x, 1), FULL) + 2 * FULL))
-    store_word(job + WORDS, STEP_INPUTS if PAIRS or WEIGHT_SIZE != BFLOAT16 else 2)
+    words = STEP_INPUTS if PAIRS or WEIGHT_SIZE != BFLOAT16 else 2
+    store_word(job + WORDS, ROUNDED_WORDS if ROUNDED_WORDS > 0 else words)
 
 
 @compiled
@@ -658,7 +667,7 @@ def _make_job(frame, workers):
     panel_bytes = steps * STEP_BYTES
     inputs = steps * STEP_INPUTS
     cached_bytes = panel_bytes  # of a panel that many tiles use
-    if STEP_INPUTS > 1:
+    if WIDENS:
         cached_bytes = inputs * 4 * PANEL
     max_chunks, group = _split(tiles, computed_panels, cached_bytes, inputs, matrices, workers)
     chunks_at = JOB_BYTES + 8 * TILE_WORDS * tiles

@@ -5,8 +5,9 @@ Here M are the outputs, K the inputs, P the panels and R the rank; S are adapter
     float32     [P, K, 32]
     int8        [P, K, 32]
     bfloat16    [P, (K + 1) / 2, 32, 2]   pairs of inputs, for instructions that multiply pairs
-    blocks      [P, blocks, bytes]        of 32 outputs: scales, offsets, then input by input, or eight
-                                          inputs of 4 bits in a word, [32] units of each
+    blocks      [P, blocks, bytes]        of 32 outputs: scales, offsets, then four inputs of 8 bits or
+                                          eight of 4 in a word, [32] words of each; or input by input,
+                                          if they are small floats of 8 bits
 
 The factors b [R, M] of products of low rank (`LowRank`) have the same outputs beside each other:
 [2 P, R, 16].

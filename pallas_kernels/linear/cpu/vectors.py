@@ -50,7 +50,7 @@ INT8 = 1
 BLOCKS_BY_CODE = {blocks.code: blocks for blocks in BLOCKS.values()}
 
 
-def _at(builder, address, index, size):
+def byte_at(builder, address, index, size):
     """Returns the address of a number: that of index 0, and `index` times `size` bytes."""
     return builder.add(address, builder.mul(index, ir.Constant(WORD, size)))
 
@@ -61,18 +61,18 @@ def _at(builder, address, index, size):
 
 def _float_weights(builder, w, index, vector):
     address = builder.add(w, ir.Constant(WORD, 64 * vector))
-    return [load(builder, _at(builder, address, index, 4 * PANEL), ir.Constant(WORD, 0), FULL)]
+    return [load(builder, byte_at(builder, address, index, 4 * PANEL), ir.Constant(WORD, 0), FULL)]
 
 
 def _int8_weights(builder, w, index, vector):
-    address = _at(builder, builder.add(w, ir.Constant(WORD, FULL * vector)), index, PANEL)
+    address = byte_at(builder, builder.add(w, ir.Constant(WORD, FULL * vector)), index, PANEL)
     bits = builder.load(pointer(builder, address, ir.VectorType(ir.IntType(8), FULL)), align=1)
     return [builder.sitofp(builder.sext(bits, ir.VectorType(INT32, FULL)), float_vector(FULL))]
 
 
 def _pairs(builder, w, index, vector):
     """Returns 16 pairs of bfloat16 numbers, of inputs 2i and 2i + 1, as 32-bit integers."""
-    address = _at(builder, builder.add(w, ir.Constant(WORD, 64 * vector)), index, 4 * PANEL)
+    address = byte_at(builder, builder.add(w, ir.Constant(WORD, 64 * vector)), index, 4 * PANEL)
     return builder.load(pointer(builder, address, ir.VectorType(INT32, FULL)), align=4)
 
 
@@ -93,6 +93,7 @@ DIGIT_BITS = 4
 MANTISSA_BITS = 23
 DIGITS_IN_MANTISSA = 5
 SHIFTED_DIGITS = 3  # by so many digits
+BYTES_OF_WORD = 4  # numbers of 8 bits are in words of four
 
 
 def _digits(builder, address, zero):
@@ -109,6 +110,25 @@ def _digits(builder, address, zero):
         bits = builder.and_(words if in_mantissa else shifted, uniform(integers, 15 << place))
         number = builder.bitcast(builder.or_(bits, uniform(integers, exponent)), float_vector(FULL))
         vectors.append(builder.fsub(number, constant(power + zero)))
+    return vectors
+
+
+def _signed_bytes(builder, address):
+    """Returns the signed bytes of 16 words: a vector of float32 for each of 4 inputs.
+
+    A byte whose highest bit is inverted is the number plus 128, and it is in the lowest bits of the
+    mantissa, as above.
+    """
+    integers = ir.VectorType(INT32, FULL)
+    words = builder.load(pointer(builder, address, integers), align=4)
+    exponent = int(np.float32(2**MANTISSA_BITS).view(np.int32))
+    vectors = []
+    for byte in range(BYTES_OF_WORD):
+        bits = builder.lshr(words, uniform(integers, 8 * byte)) if byte else words
+        bits = builder.and_(bits, uniform(integers, 0xFF))
+        bits = builder.xor(bits, uniform(integers, exponent | 0x80))
+        number = builder.bitcast(bits, float_vector(FULL))
+        vectors.append(builder.fsub(number, constant(2**MANTISSA_BITS + 128)))
     return vectors
 
 
@@ -129,7 +149,7 @@ def _scales(builder, blocks, address, vector):
     return load(builder, address, ir.Constant(WORD, 0), FULL)
 
 
-def _header(builder, blocks, block, vectors):
+def header(builder, blocks, block, vectors):
     """Returns ((scales, offsets or None) of each of the vectors, address of the numbers)."""
     scales_bytes = ir.Constant(WORD, PANEL * blocks.scale_bytes)
     scales = [_scales(builder, blocks, block, v) for v in vectors]
@@ -165,10 +185,10 @@ def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
             for place in places
         ]
     else:
-        vectors = [
-            _int8_weights(builder, start, ir.Constant(WORD, i), vector)[0]
-            for i in range(WORD_NUMBERS)
-        ]
+        vectors = []
+        for word in range(0, WORD_NUMBERS, BYTES_OF_WORD):
+            address = builder.add(start, ir.Constant(WORD, PANEL * word + 4 * FULL * vector))
+            vectors += _signed_bytes(builder, address)
     if offset is None:
         return [builder.fmul(number, scale) for number in vectors]
     return [multiply_add(builder, number, scale, offset) for number in vectors]
@@ -191,7 +211,7 @@ def _fetch(builder, address, written, level):
 LINE_BYTES = 64  # of a cache line
 
 
-def _fetch_lines(builder, next_weight, index, stride, step_bytes):
+def fetch_lines(builder, next_weight, index, stride, step_bytes):
     """Fetches the lines that a step is to fetch."""
     line = builder.add(next_weight, builder.mul(index, stride))
     for start in range(0, step_bytes, LINE_BYTES):
@@ -213,7 +233,7 @@ def _add_inputs(builder, kind, columns, vectors, w, x, count, totals, next_weigh
     step_inputs = 2 if kind == BFLOAT16 and not PAIRS else 1  # inputs of a step of the loop
     weights = {FLOAT32: _float_weights, INT8: _int8_weights, BFLOAT16: _widened_pairs}[kind]
     with each_index(builder, count) as index:
-        _fetch_lines(builder, next_weight, index, stride, 2 * LINE_BYTES)
+        fetch_lines(builder, next_weight, index, stride, 2 * LINE_BYTES)
         rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
         place = builder.mul(index, ir.Constant(WORD, columns * step_inputs))
         for part in range(step_inputs):
@@ -227,9 +247,9 @@ def _add_blocks(builder, blocks, columns, vectors, w, x, count, totals, next_wei
     """Adds the products of all inputs of a panel, one after the other, block by block."""
     step_bytes = PANEL * blocks.bytes
     with each_index(builder, count) as index:
-        _fetch_lines(builder, next_weight, index, stride, step_bytes)
-        block = _at(builder, w, index, step_bytes)
-        panel_scales, numbers = _header(builder, blocks, block, vectors)
+        fetch_lines(builder, next_weight, index, stride, step_bytes)
+        block = byte_at(builder, w, index, step_bytes)
+        panel_scales, numbers = header(builder, blocks, block, vectors)
         first_place = builder.mul(index, ir.Constant(WORD, columns * blocks.inputs))
         with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
             rows = [
@@ -289,12 +309,12 @@ def widen_blocks(builder, kind, w, count, out):
     if blocks is None:
         return
     with each_index(builder, count) as index:
-        panel_scales, numbers = _header(
-            builder, blocks, _at(builder, w, index, PANEL * blocks.bytes), (0, 1)
+        panel_scales, numbers = header(
+            builder, blocks, byte_at(builder, w, index, PANEL * blocks.bytes), (0, 1)
         )
-        block_out = _at(builder, out, index, 4 * PANEL * blocks.inputs)
+        block_out = byte_at(builder, out, index, 4 * PANEL * blocks.inputs)
         with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
-            part_out = _at(builder, block_out, part, 4 * PANEL * WORD_NUMBERS)
+            part_out = byte_at(builder, block_out, part, 4 * PANEL * WORD_NUMBERS)
             for v, (scale, offset) in enumerate(panel_scales):
                 weights = _block_weights(builder, blocks, numbers, part, v, scale, offset)
                 for i, vector in enumerate(weights):
