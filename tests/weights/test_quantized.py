@@ -83,6 +83,18 @@ def values_of(llm: LLM) -> list[tuple[Any, Any]]:
     return [(output.token_ids, output.cumulative_logprob) for output in outputs]
 
 
+def logprobs_of_prompts(llm: LLM) -> np.ndarray:
+    """Of all tokens of all prompts but their first."""
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    return np.array(
+        [
+            place[token].logprob
+            for output, prompt in zip(outputs, PROMPTS, strict=True)
+            for place, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        ]
+    )
+
+
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -137,6 +149,20 @@ def test_tokens_are_those_of_the_weights_in_floats(name, impl, folders):
     assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
     logprobs = [np.array([value for _, value in values]) for values in (own, expected)]
     chex.assert_trees_all_close(*logprobs, rtol=1e-4)
+
+
+def test_tokens_rounded_to_8_bits_are_an_implementation_that_is_named(folders):
+    """Log-probabilities change, by less than 5 %."""
+    stored, plain = folders["awq"]
+    options: dict[str, Any] = SMALL | {"weight_dtype": "stored"}
+    llm = LLM(stored, linear_impl="cpu_int8", **options)
+    assert llm.engine.model.config.linear == "cpu_int8"
+    rounded = logprobs_of_prompts(llm)
+    expected = logprobs_of_prompts(LLM(stored, linear_impl="cpu", **options))
+    assert not np.array_equal(rounded, expected)
+    chex.assert_trees_all_close(rounded, expected, rtol=5e-2)
+    with refused("and the model's are float32 .weight_dtype='stored' keeps"):
+        LLM(plain, linear_impl="cpu_int8", **SMALL)
 
 
 @pytest.fixture
