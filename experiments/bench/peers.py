@@ -5,7 +5,8 @@
 
 Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens,
 uniform; EOS ignored. Without `--file` its ids are drawn; with it they are read, [{"prompt": [ids],
-"max_tokens": count}, ...]. Each contender is a separate process, run by the Python that the config
+"max_tokens": count}, ...]. `--lengths 64 128` gives all drawn requests these lengths, and
+`--at-once 1` sends so many together, the next ones when all are answered. Each contender is a separate process, run by the Python that the config
 names (peer_adapters/), and is stopped (SIGSTOP) while another one works. The checkpoint is written
 once as a Hugging Face directory in float32, so all contenders read the same weights. First, every
 contender answers a part of the workload; the run ends if a contender marked `exact` gives other
@@ -46,6 +47,14 @@ STOLEN = 0.05  # rounds with a larger share of stolen processor time are shown b
 EXTRA = 2  # at most EXTRA * repeats additional rounds replace those that are not counted
 COMPARED_REQUESTS = 8  # compared before timing
 COMPARED_TOKENS = 24  # of each of these requests, at most
+# The option of an adapter that is the most requests at a time
+AT_ONCE = {
+    "pagedjax": "max_num_seqs",
+    "vllm": "max_num_seqs",
+    "openvino": "max_num_seqs",
+    "llama_cpp": "slots",
+    "transformers": "batch",
+}
 
 Work = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
 Option = int | float | str | bool | tuple[int, ...]
@@ -83,8 +92,13 @@ class Config:
             raise ValueError("contenders is empty; name at least one")
 
 
-def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
-    """The workload W1: from a file in the format of `kind: tokens`, or else drawn."""
+def w1(
+    file: str | None, vocab: int, lengths: Sequence[int] | None = None, seed: int = 1234
+) -> Work:
+    """The workload W1: from a file in the format of `kind: tokens`, or else drawn.
+
+    lengths: the prompt and output tokens of each drawn request, instead of those of W1.
+    """
     if file:
         try:
             text = Path(file).read_text(encoding="utf-8")
@@ -98,6 +112,9 @@ def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
     rng = np.random.default_rng(seed)
     prompt_lengths = rng.integers(16, 257, 64)
     output_lengths = rng.integers(16, 129, 64)
+    if lengths:
+        prompt_lengths = np.full(64, lengths[0])
+        output_lengths = np.full(64, lengths[1])
     return [
         (rng.integers(17, vocab, length).tolist(), int(count))
         for length, count in zip(prompt_lengths, output_lengths, strict=True)
@@ -134,10 +151,14 @@ def write_out(model: str, folder: Path) -> Path:
 class Peer:
     """A contender's process. It is stopped except while it answers."""
 
-    def __init__(self, name: str, contender: Contender, model: Path, log: Path) -> None:
+    def __init__(
+        self, name: str, contender: Contender, model: Path, log: Path, at_once: int | None = None
+    ) -> None:
+        """at_once: requests that are sent together; None: all."""
         self.name = name
         self.contender = contender
         self.log = log
+        self.at_once = at_once
         adapter = ROOT / "bench" / "peer_adapters" / f"run_{contender.adapter}.py"
         script = adapter if contender.adapter in ADAPTERS else Path(contender.adapter)
         python = os.path.expanduser(contender.python) or sys.executable
@@ -160,17 +181,26 @@ class Peer:
             except OSError as error:
                 problem = f"cannot run {python!r} ({error.strerror}); see `python` in the config"
                 raise SystemExit(f"error: {name}: {problem}") from None
-        ready = self._ask({"model": str(model), "options": dict(contender.options)})
+        options = dict(contender.options)
+        if at_once is not None and contender.adapter in AT_ONCE:
+            options[AT_ONCE[contender.adapter]] = at_once
+        ready = self._ask({"model": str(model), "options": options})
         self.load_seconds = ready["ready"]
         self.version = ready["version"]
 
     def generate(self, work: Work) -> tuple[list[list[int]], float]:
         """Answer the requests. Returns the tokens of each request, and the seconds."""
-        answer = self._ask({"requests": work})
-        for (_, count), tokens in zip(work, answer["tokens"], strict=True):
+        answers = []
+        seconds = 0.0
+        size = self.at_once or len(work)
+        for start in range(0, len(work), size):
+            answer = self._ask({"requests": work[start : start + size]})
+            answers += answer["tokens"]
+            seconds += answer["seconds"]
+        for (_, count), tokens in zip(work, answers, strict=True):
             if len(tokens) != count:
                 raise SystemExit(f"error: {self.name} gave {len(tokens)} tokens instead of {count}")
-        return answer["tokens"], answer["seconds"]
+        return answers, seconds
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin
@@ -305,14 +335,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, help="only so many of them")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
+        "--lengths", type=int, nargs=2, metavar=("PROMPT", "OUTPUT"), help="of each drawn request"
+    )
+    parser.add_argument("--at-once", type=int, help="requests that are sent together; all")
+    parser.add_argument(
         "--only", nargs="+", help="names of contenders; ratios are relative to the first"
     )
     parser.add_argument(
         "--work", default="build/peers", help="folder for the checkpoint and the contenders' output"
     )
     args = parser.parse_args(argv)
-    if args.repeats < 1 or (args.requests is not None and args.requests < 1):
-        parser.error("--repeats and --requests must be at least 1")
+    counts = (args.repeats, args.requests, args.at_once, *(args.lengths or ()))
+    if any(count is not None and count < 1 for count in counts):
+        parser.error("--repeats, --requests, --at-once and --lengths must be at least 1")
+    if args.file and args.lengths:
+        parser.error("--lengths is for drawn requests, and --file has its own; give one of them")
     try:
         config = strict_yaml.parse(Config, strict_yaml.load_file(Path(args.config)), "")
         contenders = _choose_contenders(config, args.only)
@@ -320,7 +357,7 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         model = write_out(config.model, folder)
         vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-        work = w1(args.file, vocab)[: args.requests]
+        work = w1(args.file, vocab, args.lengths)[: args.requests]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -330,7 +367,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for i, (name, contender) in enumerate(contenders.items()):
-            peers.append(Peer(name, contender, model.resolve(), folder / f"peer{i}.log"))
+            log = folder / f"peer{i}.log"
+            peers.append(Peer(name, contender, model.resolve(), log, args.at_once))
             print(
                 f"  {name:36} {peers[-1].version}, ready after {peers[-1].load_seconds:.1f} s",
                 flush=True,
@@ -348,6 +386,8 @@ def main(argv: list[str] | None = None) -> int:
             **git_state(ROOT),
             "cpu": cpu_model(),
             "requests": len(work),
+            "at_once": args.at_once or len(work),
+            "prompt_tokens": sum(len(prompt) for prompt, _ in work),
             "output_tokens": sum(count for _, count in work),
             "versions": {peer.name: peer.version for peer in peers},
             "load_seconds": {peer.name: peer.load_seconds for peer in peers},

@@ -39,7 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"weight_dtype": "int8"},
-    "stored weights": {"weight_dtype": "stored"},  # of a GGUF file
+    # of a GGUF file, or of a folder in 4 or 8 bits
+    "stored weights": {"weight_dtype": "stored"},
+    "stored weights, tokens of 8 bits": {"weight_dtype": "stored", "linear_impl": "cpu_int8"},
     "8-bit cache": {"kv_cache_dtype": "float8_e4m3fn"},
     # both of the two before
     "both": {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
@@ -47,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quest": {"kv_policy": {"name": "quest", "tokens": 256}},
     "quest, prompts too": {"kv_policy": {"name": "quest", "tokens": 256, "dense_prompts": False}},
 }
-DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name != "stored weights")
+DEFAULT_VARIANTS = tuple(name for name in VARIANTS if "stored" not in name)
 GREEDY_TOKENS = 32
 BATCH = 16  # sequences that run at the same time, also in the timed steps
 SPARE_STEPS = 8  # so that no request ends while steps are timed

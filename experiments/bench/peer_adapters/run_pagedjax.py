@@ -1,4 +1,6 @@
-"""Adapter: this engine. Options are those of `LLM`."""
+"""Adapter: this engine. Options are those of `LLM`; `model` opens another model than the folder of
+floats that all contenders get, such as a quantized file.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ def load(model: str, options: dict[str, Any]) -> tuple[Generate, str]:
     from pagedjax import LLM, SamplingParams
 
     options = {"compilation": "eager", **options}
-    llm = LLM(model, progress=False, **options)
+    llm = LLM(options.pop("model", model), progress=False, **options)
 
     def generate(requests: list[Request]) -> list[list[int]]:
         llm.engine.reset()  # so that a round finds no blocks of an earlier one

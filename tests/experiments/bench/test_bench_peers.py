@@ -22,6 +22,8 @@ def load(model, options):
     print("loading", model)                 # an engine may print: it must not reach the conversation
     def generate(requests):
         time.sleep(options.get("seconds", 0))
+        if len(requests) > options.get("most", 64):
+            raise RuntimeError(f"{len(requests)} requests at once")
         return [[(sum(prompt) + i + options.get("other", 0)) % 50 for i in range(count - options.get("short", 0))]
                 for prompt, count in requests]
     return generate, "1.0"
@@ -65,6 +67,19 @@ def test_ratios_are_taken_within_rounds(config, tmp_path):
     assert 2 < slow["ratio_least"] <= slow["ratio"] <= slow["ratio_most"] < 6
     assert slow["least"] <= slow["tokens_per_s"] <= slow["most"] < quick["least"]
     assert report["same_tokens"] == {"quick": 1.0, "slow": 0.0}
+
+
+def test_requests_of_given_lengths_are_sent_a_few_at_once(config, tmp_path):
+    out = tmp_path / "out.json"
+    sizes = ["--lengths", "7", "5", "--at-once", "3", "--json", str(out)]
+    assert peers.main([*config(first={"most": 3}), *sizes]) == 0
+    report = json.loads(out.read_text())
+    counts = [report[name] for name in ("requests", "at_once", "prompt_tokens", "output_tokens")]
+    assert counts == [4, 3, 28, 20]
+    with pytest.raises(SystemExit, match="first: RuntimeError: 4 requests at once"):
+        peers.main([*config(first={"most": 3}), "--lengths", "7", "5"])
+    with pytest.raises(SystemExit):
+        peers.main([*config(first={}), "--lengths", "7", "5", "--file", "requests.json"])
 
 
 def test_table_of_known_rates():
