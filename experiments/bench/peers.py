@@ -5,11 +5,11 @@
 
 Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens,
 uniform; EOS ignored. Without `--file` its ids are drawn; with it they are read, [{"prompt": [ids],
-"max_tokens": count}, ...]. `--lengths 64 128` gives all drawn requests these lengths, and `--at-
-once 1` sends so many together, the next ones when all are answered. Each contender is a separate
-process, run by the Python that the config names (peer_adapters/), and is stopped (SIGSTOP) while
-another one works. The checkpoint is written once as a Hugging Face directory in float32, so all
-contenders read the same weights. First, every contender answers a part of the workload; the run
+"max_tokens": count}, ...]. `--lengths 64 128` gives all drawn requests these lengths, and
+`--at-once 1` sends so many together, the next ones when all are answered. Each contender is a
+separate process, run by the Python that the config names (peer_adapters/), and is stopped (SIGSTOP)
+while another one works. The checkpoint is written once as a Hugging Face directory in float32, so
+all contenders read the same weights. First, every contender answers a part of the workload; the run
 ends if a contender marked `exact` gives other greedy tokens than the first one. Then follow rounds:
 each contender once, in turn. The results are medians over rounds and medians of the ratios within
 rounds, because a slow minute affects a whole round. A round is repeated if the host gave more than
