@@ -36,7 +36,7 @@ HANDLER = cpu.handler_of("float32", "float32", False)
 # of matrices in blocks, two formats
 SAMPLED_PRODUCTS = [
     handler
-    for (_, weight_dtype, _), handler in linear_cpu.HANDLERS.items()
+    for (_, weight_dtype, _, _), handler in linear_cpu.HANDLERS.items()
     if weight_dtype not in BLOCKS or weight_dtype in ("q4_1", "q6_k")
 ]
 
@@ -89,11 +89,11 @@ def test_a_process_that_finds_object_code_does_not_compile(object_file, tmp_path
     "handler",
     [
         HANDLER,
-        linear_cpu.HANDLERS["float32", "float32", False],
+        linear_cpu.HANDLERS["float32", "float32", False, False],
         *(
             pytest.param(handler, marks=pytest.mark.slow)
             for handler in (*cpu._HANDLERS.values(), *SAMPLED_PRODUCTS)
-            if handler not in (HANDLER, linear_cpu.HANDLERS["float32", "float32", False])
+            if handler not in (HANDLER, linear_cpu.HANDLERS["float32", "float32", False, False])
         ),
     ],
     ids=lambda handler: handler.name,

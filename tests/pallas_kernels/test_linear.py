@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import chex
@@ -595,3 +596,20 @@ for options in CASES.values():
 def test_the_cpu_kernel_without_the_newest_instructions(name, tmp_path):
     lines = older_cpus.printed(PROGRAM, name, tmp_path)
     assert lines[0] == {"AVX2": "6 False", "AVX-512 without pairs": "12 False"}[name]
+
+
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_concurrent_calls_do_not_take_each_others_helpers():
+    """Calls that wake threads, and small ones, which use helpers that are awake."""
+    sizes = [(1, 576, 960), (30, 96, 64), (1, 1536, 576), (2, 64, 96)]
+    cases = [case(t, k, m, residual=True, seed=seed) for seed, (t, k, m) in enumerate(sizes)]
+    alone = [run(arguments, "cpu") for arguments in cases]
+
+    def repeatedly(arguments):
+        return [run(arguments, "cpu") for _ in range(60)]
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(repeatedly, cases, timeout=120))
+    for outputs, expected_output in zip(results, alone, strict=True):
+        for output in outputs:
+            chex.assert_trees_all_equal(output, expected_output)

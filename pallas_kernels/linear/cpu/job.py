@@ -25,7 +25,7 @@ WIDENS: Any = Option("widens")
 # that the handler wrote.
 NEXT_TILE = 64
 TILES_DONE = 128
-NEXT_ITEM = 192
+BEGUN = 192  # threads that began with items
 ITEMS_DONE = 256
 TILES = 320  # the number of tiles, each an item of the packing
 ITEMS = 328  # the number of items of the product
@@ -61,7 +61,11 @@ CHUNK_TABLE = 560  # address of the chunks
 # words that a packed token has for a step of a panel: 1, or 2 if a step is a pair of inputs and the
 # CPU has no instruction for pairs, or the inputs of a block, or ROUNDED_WORDS
 WORDS = 568
-WORKERS = 576  # threads at most
+# Items are in segments of neighbours. A thread takes those of one segment, one after the other, and
+# then helps with the next one.
+SEGMENTS = 576
+COUNTERS = 656  # address of the number of items that were taken, of each segment
+COUNTER_BYTES = 64  # a cache line of its own
 # Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0
 # without them
 LOW_A = 584
@@ -73,7 +77,7 @@ LOW_ROWS = 624  # rows of `a`
 LOW_K = 632  # numbers in a row of `a`
 LOW_HALVES = 640  # halves of panels of a slot of `b`
 ORDER = 648  # address of the tokens in the order of the tiles; 0: as they come
-JOB_BYTES = 656
+JOB_BYTES = 664
 # Byte offsets in an entry of the table of tiles
 TILE_PLACE = 0  # place of its first row
 TILE_ROWS = 8

@@ -17,6 +17,7 @@ import numpy as np
 from pallas_kernels.linear.cpu import low_rank, rounded
 from pallas_kernels.linear.cpu.job import (
     ACTIVATION,
+    BEGUN,
     BIAS,
     CHUNK_FIRST_TILE,
     CHUNK_TABLE,
@@ -24,6 +25,8 @@ from pallas_kernels.linear.cpu.job import (
     CHUNK_WORDS,
     CHUNKS,
     COMPUTED_PANELS,
+    COUNTER_BYTES,
+    COUNTERS,
     END,
     EPS,
     FIRST,
@@ -34,7 +37,6 @@ from pallas_kernels.linear.cpu.job import (
     JOB_BYTES,
     LOW,
     LOW_A,
-    NEXT_ITEM,
     NEXT_TILE,
     NORM,
     NORM_WEIGHT,
@@ -49,6 +51,7 @@ from pallas_kernels.linear.cpu.job import (
     RMS_PLUS_ONE,
     ROUNDED_WORDS,
     SCALES,
+    SEGMENTS,
     STEP_BYTES,
     STEP_INPUTS,
     STEPS,
@@ -65,7 +68,6 @@ from pallas_kernels.linear.cpu.job import (
     WIDENS,
     WIDTH,
     WORDS,
-    WORKERS,
     X_SIZE,
     K,
     X,
@@ -103,6 +105,7 @@ from pallas_kernels.shared.cpu.memory import (
     free,
     load_float,
     load_int,
+    load_published,
     load_word,
     malloc,
     sched_yield,
@@ -110,10 +113,10 @@ from pallas_kernels.shared.cpu.memory import (
     store_float,
     store_word,
 )
+from pallas_kernels.shared.cpu.team import HOLDERS
 from pallas_kernels.shared.cpu.translate import address_of, compiled, compiled_apart
 from pallas_kernels.shared.cpu.vectors import FULL
 from pallas_kernels.shared.cpu.xla_call import (
-    HOLDERS,
     IS_FLOAT32,
     argument,
     ask_for_help,
@@ -132,6 +135,13 @@ GROUP_PANELS = 16  # most panels of an item
 CHUNK_TILES = 16  # most tiles of an item whose sums wait in memory, because its steps are cut
 # Fewest tiles of an item for which panels of blocks are widened before they are multiplied
 WIDENED_TILES = 3
+MAX_SEGMENTS = 16  # more threads share segments
+# Sleeping threads are woken for products that read so many bytes of panels, once for each tile.
+# That takes as long as to wake a thread.
+WAKING_BYTES = 96 << 10
+# With one tile, no time is left to fetch the next panels. Bytes from the weights that are read to
+# those that are fetched; blocks are so dense that the CPU's own prefetcher follows them best alone.
+AHEAD = 4096
 MIN_TILES = 8  # fewest tiles of an item, in a call that has at least twice as many
 SUMS = 4 * PANEL * COLUMNS  # bytes of a tile's sums
 SCALES_BYTES = 4 * 4 * PANEL  # bytes of a panel's scales and biases, and of scratch
@@ -426,9 +436,10 @@ def _compute_item(job, item, sums):
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + TILE_MATRIX)
     weight = _weight_of(job, item)
     # While a tile is multiplied, a part of the next item's panels is fetched. The next item is a
-    # guess: the one that this thread takes if all threads are equally fast. The last group may have
-    # fewer panels: addresses behind the weight are not read, and a fetch of them does not fail.
-    next_weight = _weight_of(job, min(item + load_word(job + WORKERS), load_word(job + ITEMS) - 1))
+    # guess: the neighbour, which this thread takes unless another one helps with its segment. The
+    # last group may have fewer panels: addresses behind the weight are not read, and a fetch of
+    # them does not fail.
+    next_weight = _weight_of(job, min(item + 1, load_word(job + ITEMS) - 1))
     share = -(-panel_bytes // tiles)
     stride = -(-step_bytes // tiles)
     depth = _depth(steps)
@@ -458,6 +469,8 @@ def _compute_item(job, item, sums):
                 tile_sums = sums + sums_stride * ((tile - first_tile) * group + panel - first)
                 w = weight + (panel - first) * panel_bytes + step_bytes * start
                 fetched_panel = fetched + (panel - first) * panel_bytes
+                if tiles == 1:
+                    fetched_panel = w + (AHEAD if STEP_INPUTS == 1 else 0)
                 if start == 0:
                     clear(tile_sums, columns)
                 if start + count == steps:
@@ -490,12 +503,30 @@ def _scratch_bytes(job):
 
 
 @compiled_apart
+def _run_segment(job, segment, scratch):
+    """Computes items of a segment until none is left."""
+    items = load_word(job + ITEMS)
+    segments = load_word(job + SEGMENTS)
+    first = segment * items // segments
+    size = (segment + 1) * items // segments - first
+    counter = load_word(job + COUNTERS) + COUNTER_BYTES * segment
+    done = 0
+    while load_published(counter) < size:
+        place = fetch_add(counter, 1)
+        if place >= size:
+            break
+        _compute_item(job, first + place, scratch)
+        done += 1
+    if done > 0:
+        fetch_add(job + ITEMS_DONE, done)
+
+
+@compiled_apart
 def _run_items(job):
     """Packs tiles until none is left, waits for those of other threads, and computes items."""
     allocated = malloc(_scratch_bytes(job))
     scratch = rounded_up(allocated, 64)
     tiles = load_word(job + TILES)
-    items = load_word(job + ITEMS)
     norm = scratch + FULL * bytes_of_row(load_word(job + K))
     has_norm_weights = False
     while True:
@@ -508,21 +539,19 @@ def _run_items(job):
         _pack_tile(job, tile, norm, scratch)
         fetch_add(job + TILES_DONE, 1)
     # TILES_DONE is read atomically: what other threads have packed is visible after it
-    while load_word(job + NEXT_ITEM) < items and fetch_add(job + TILES_DONE, 0) < tiles:
+    while fetch_add(job + TILES_DONE, 0) < tiles:
         sched_yield()
-    while True:
-        item = fetch_add(job + NEXT_ITEM, 1)
-        if item >= items:
-            break
-        _compute_item(job, item, scratch)
-        fetch_add(job + ITEMS_DONE, 1)
+    segments = load_word(job + SEGMENTS)
+    first = fetch_add(job + BEGUN, 1)
+    for step in range(segments):
+        _run_segment(job, (first + step) % segments, scratch)
     free(allocated)
 
 
 @compiled
 def _help(job):
     """Runs items in a helper's thread, if it has not begun too late."""
-    if fetch_add(job + NEXT_ITEM, 0) < load_word(job + ITEMS):
+    if fetch_add(job + ITEMS_DONE, 0) < load_word(job + ITEMS):
         _run_items(job)
     release(job)
 
@@ -673,12 +702,18 @@ def _make_job(frame, workers):
     chunks_at = JOB_BYTES + 8 * TILE_WORDS * tiles
     low_at = rounded_up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
     low_bytes = low_rank.room(frame, dim(argument(frame, X_OPERAND), 0)) if LOW else 0
-    job = malloc(low_at + low_bytes)
+    counters_at = rounded_up(low_at + low_bytes, COUNTER_BYTES)
+    segments = min(workers, MAX_SEGMENTS)
+    job = malloc(counters_at + COUNTER_BYTES * segments)
+    store_word(job + SEGMENTS, segments)
+    store_word(job + COUNTERS, job + counters_at)
+    for segment in range(segments):
+        store_word(job + counters_at + COUNTER_BYTES * segment, 0)
     store_word(job + TABLE, job + JOB_BYTES)
     store_word(job + CHUNK_TABLE, job + chunks_at)
     chunks, rows = _list_tiles(frame, job, matrices, max(1, -(-tiles // max_chunks)))
     store_word(job + HOLDERS, 1)
-    for counter in (NEXT_TILE, TILES_DONE, NEXT_ITEM, ITEMS_DONE):
+    for counter in (NEXT_TILE, TILES_DONE, BEGUN, ITEMS_DONE):
         store_word(job + counter, 0)
     store_word(job + TILES, tiles)
     store_word(job + ITEMS, chunks * (-(-computed_panels // group)))
@@ -686,7 +721,6 @@ def _make_job(frame, workers):
     store_word(job + PANELS, panels)
     store_word(job + PANEL_BYTES, panel_bytes)
     store_word(job + STEPS, steps)
-    store_word(job + WORKERS, workers)
     store_word(job + CHUNKS, chunks)
     store_word(job + FIRST_PANEL, first_panel)
     store_word(job + COMPUTED_PANELS, computed_panels)
@@ -716,12 +750,14 @@ def _clear_padding(frame):
 
 
 @compiled
-def handle(frame):
-    """What XLA calls, with a call frame. Returns 0: no error."""
+def handle(frame, team):
+    """What XLA calls, with a call frame and the helpers' places. Returns 0: no error."""
     workers = threads(frame)
     job = _make_job(frame, workers)
     items = load_word(job + ITEMS)
-    ask_for_help(frame, address_of(_help), job, min(workers, items) - 1)
+    tiles = load_word(job + TILES)
+    wakes = load_word(job + COMPUTED_PANELS) * load_word(job + PANEL_BYTES) * tiles >= WAKING_BYTES
+    ask_for_help(frame, team, address_of(_help), job, min(workers, items) - 1, wakes)
     _clear_padding(frame)
     _run_items(job)
     while fetch_add(job + ITEMS_DONE, 0) < items:

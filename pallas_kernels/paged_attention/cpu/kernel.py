@@ -40,9 +40,9 @@ from pallas_kernels.shared.cpu.memory import (
     store_float,
     store_word,
 )
+from pallas_kernels.shared.cpu.team import HOLDERS
 from pallas_kernels.shared.cpu.translate import address_of, compiled, compiled_apart
 from pallas_kernels.shared.cpu.xla_call import (
-    HOLDERS,
     argument,
     ask_for_help,
     data,
@@ -56,37 +56,37 @@ from pallas_kernels.shared.cpu.xla_call import (
 
 # Byte offsets of words in a job, a block of memory: counters that the threads share, then constants
 # that the handler wrote.
-NEXT_ITEM = 8  # behind HOLDERS
-ITEMS_DONE = 16
-ITEMS = 24
+NEXT_ITEM = 24  # behind the header
+ITEMS_DONE = 32
+ITEMS = 40
 # Addresses of the arguments and the result
-Q = 32
-KEYS = 40
-VALUES = 48
-TABLES = 56
-LENGTHS = 64
-OFFSETS = 72
-OUT = 80
-ROWS = 88  # B
-WIDTH = 96  # M
-HEADS = 104  # K
-GROUP = 112  # G
-DIM = 120  # D
-BLOCK = 128  # S
-SINK = 136  # address of the sinks [K, G], in a variant that has them
-WINDOW = 144  # NO_WINDOW where there is none
-CAP = 152  # a float32, 0 where there is none
+Q = 48
+KEYS = 56
+VALUES = 64
+TABLES = 72
+LENGTHS = 80
+OFFSETS = 88
+OUT = 96
+ROWS = 104  # B
+WIDTH = 112  # M
+HEADS = 120  # K
+GROUP = 128  # G
+DIM = 136  # D
+BLOCK = 144  # S
+SINK = 152  # address of the sinks [K, G], in a variant that has them
+WINDOW = 160  # NO_WINDOW where there is none
+CAP = 168  # a float32, 0 where there is none
 # A float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
-FACTOR = 160
+FACTOR = 176
 # Addresses within the job, of short rows' parts: [slots, K, G, 2] and [slots, K, G, D] float32
-STATS = 168
-PARTS = 176
+STATS = 184
+PARTS = 192
 # Address within the job: [B + 1] slots of all rows before this one. A slot is (span, query token)
 # of a short row.
-SLOTS = 184
+SLOTS = 200
 # [B + 1] units of all rows before this one. Units are spans of a short row, and tiles or pieces of
 # a chunk.
-STARTS = 200
+STARTS = 216
 NO_WINDOW = 1 << 31  # longer than any context
 
 
@@ -299,11 +299,11 @@ def _clear_padding(frame, job):
 
 
 @compiled
-def handle(frame):
-    """What XLA calls, with a call frame. Returns 0: no error."""
+def handle(frame, team):
+    """What XLA calls, with a call frame and the helpers' places. Returns 0: no error."""
     job = _make_job(frame)
     items = load_word(job + ITEMS)
-    ask_for_help(frame, address_of(_work), job, min(threads(frame), items) - 1)
+    ask_for_help(frame, team, address_of(_work), job, min(threads(frame), items) - 1, 1)
     _clear_padding(frame, job)
     _work(job)
     while fetch_add(job + ITEMS_DONE, 0) < items:

@@ -5,11 +5,20 @@ Addresses are plain integers.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
 
-from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, CFunction, compiled, instruction
+from pallas_kernels.shared.cpu.translate import (
+    FLOAT,
+    INT32,
+    WORD,
+    CFunction,
+    compiled,
+    external_function,
+    instruction,
+)
 
 malloc: Any = CFunction("malloc", WORD, WORD)
 free: Any = CFunction("free", ir.VoidType(), WORD)
@@ -63,6 +72,37 @@ def load_published(builder, address):
 
 
 @instruction
-def call(builder, function, argument):
-    """Calls the C function at an address: word -> word."""
-    return builder.call(pointer(builder, function, ir.FunctionType(WORD, [WORD])), [argument])
+def publish(builder, address, value):
+    """Stores a word. A thread that sees it with `load_published` also sees what was written before."""
+    builder.store_atomic(value, pointer(builder, address, WORD), "release", 8)
+
+
+@instruction
+def compare_exchange(builder, address, expected, value):
+    """Stores a word if the word there is `expected`, atomically, and returns the old one. No access
+    to memory is moved across it.
+    """
+    result = builder.cmpxchg(pointer(builder, address, WORD), expected, value, "seq_cst", "seq_cst")
+    return builder.extract_value(result, 0)
+
+
+@instruction
+def pause(builder):
+    """Tells the CPU that this thread waits in a loop. Other CPUs than x86 go on at once."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(external_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+
+
+@instruction
+def call(builder, function, *arguments):
+    """Calls the C function at an address: words -> word."""
+    kind = ir.FunctionType(WORD, [WORD] * len(arguments))
+    return builder.call(pointer(builder, function, kind), arguments)
+
+
+@instruction
+def run(builder, function, argument):
+    """Calls the C function at an address, which has no result, with a word."""
+    kind = ir.FunctionType(ir.VoidType(), [WORD])
+    builder.call(pointer(builder, function, kind), [argument])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.shared.cpu import compiler, object_files
+from pallas_kernels.shared.cpu import compiler, object_files, team
 from pallas_kernels.shared.cpu.memory import call, fetch_add, load_published
 from pallas_kernels.shared.cpu.translate import INT32, WORD, CFunction, Translation, compiled_apart
 from pallas_kernels.shared.cpu.xla_call import failure, is_query
@@ -30,9 +30,10 @@ usleep: Any = CFunction("usleep", INT32, WORD)  # the C type is of 32 bits, in t
 
 
 @compiled_apart
-def _enter(frame, cell):
+def _enter(frame, cell, team):
     """Calls the handler once it exists, or returns its error.
 
+    team: address of the helpers' places (`team.py`).
     cell: address of two words. They are the addresses of the handler and of the reason why there is
         none; each is 0 until it is known.
     """
@@ -45,7 +46,7 @@ def _enter(frame, cell):
             return failure(frame, message)
         usleep(WAIT)
         handler = load_published(cell)
-    return call(handler, frame)
+    return call(handler, frame, team)
 
 
 @compiled_apart
@@ -76,6 +77,8 @@ class Trampoline:
 _lock = threading.Lock()
 _spare: list[Trampoline] = []
 _cells: list[Any] = []  # keeps the cells in memory: compiled code has only their addresses
+_team = np.zeros((team.PLACES + 1, team.PLACE_BYTES // 8), np.int64)
+TEAM = -(-_team.ctypes.data // team.PLACE_BYTES) * team.PLACE_BYTES  # begins with a cache line
 
 
 def take() -> Trampoline:
@@ -90,11 +93,12 @@ def _make_trampolines() -> list[Trampoline]:
     cells = np.zeros((SPARE, 8), np.int64)  # each has a cache line of its own
     translation = Translation()
     names = [object_files.symbol(f"trampoline_{i}") for i in range(SPARE)]
-    enter = translation.translation_of(_enter, [WORD, WORD], {})
+    enter = translation.translation_of(_enter, [WORD, WORD, WORD], {})
     for name, cell in zip(names, cells, strict=True):
         trampoline = ir.Function(translation.module, ir.FunctionType(WORD, [WORD]), name)
         builder = ir.IRBuilder(trampoline.append_basic_block())
-        builder.ret(builder.call(enter, [trampoline.args[0], ir.Constant(WORD, cell.ctypes.data)]))
+        addresses = [ir.Constant(WORD, address) for address in (cell.ctypes.data, TEAM)]
+        builder.ret(builder.call(enter, [trampoline.args[0], *addresses]))
     publish = object_files.symbol("publish")
     translation.export(_publish, publish, {})
     code = compiler.object_code(translation, level=1)

@@ -1,8 +1,8 @@
 """XLA's side of a CPU kernel: the call frame, its buffers, and helpers from XLA's thread pool.
 
 The constants are byte offsets in the structs of xla/ffi/api/c_api.h, version 0.3, on machines of 64
-bits. A job is a block of memory that the threads of a call share. Its first word counts the threads
-that use it, and the last of them frees it.
+bits. A job is a block of memory that the threads of a call share. Its first words are those of
+`team.py`; the last thread that uses it frees it.
 
 A handler never waits for a helper that has not begun: its own thread then does all the work. So it
 cannot deadlock, for any number of engines that share the pool.
@@ -20,7 +20,8 @@ from pallas_kernels.shared.cpu.memory import (
     store_int,
     store_word,
 )
-from pallas_kernels.shared.cpu.translate import compiled
+from pallas_kernels.shared.cpu.team import HOLDERS, give, serve, store_header
+from pallas_kernels.shared.cpu.translate import address_of, compiled
 
 FFI_MAJOR = 0
 FFI_MINOR = 3
@@ -47,7 +48,6 @@ API_SCHEDULE = 136
 API_NUM_THREADS = 144
 INTERNAL = 13  # a value: the code of an error
 ARGUMENT_BYTES = 40  # the longest of the argument structs below
-HOLDERS = 0  # the word of a job that counts its users
 
 
 @compiled
@@ -140,19 +140,24 @@ def _destroy(api, error):
 
 
 @compiled
-def ask_for_help(frame, work, job, helpers):
-    """Asks XLA's threads for `helpers` calls of work(job), which end with `release`.
+def ask_for_help(frame, team, work, job, helpers, wakes):
+    """Asks threads for `helpers` calls of work(job), which end with `release`.
 
-    `work` is an address.
+    Helpers that are awake (`team.py`) come first. If more are missing and `wakes` is not 0, XLA's
+    threads are asked. `work` is an address.
     """
+    store_header(job, team, work)
+    missing = give(team, job, helpers)
+    if wakes == 0 or missing <= 0:
+        return
     api = load_word(frame + FRAME_API)
     request = malloc(ARGUMENT_BYTES)
     store_word(request, 40)  # the struct's size; then: extensions, context, task, its argument
     store_word(request + 8, 0)
     store_word(request + 16, load_word(frame + FRAME_CONTEXT))
-    store_word(request + 24, work)
+    store_word(request + 24, address_of(serve))
     store_word(request + 32, job)
-    for _ in range(helpers):
+    for _ in range(missing):
         fetch_add(job + HOLDERS, 1)
         error = call(load_word(api + API_SCHEDULE), request)
         if error != 0:

@@ -28,8 +28,8 @@ def _clear(first, last):
 
 
 @compiled_apart
-def handle(frame):
-    """What XLA calls, with a call frame. Returns 0: no error.
+def handle(frame, team):
+    """What XLA calls, with a call frame and the helpers' places. Returns 0: no error.
 
     Operand: [2] int32, the bytes of a number and the number of axes of the result.
     """
