@@ -85,14 +85,13 @@ def values_of(llm: LLM) -> list[tuple[Any, Any]]:
 
 def logprobs_of_prompts(llm: LLM) -> np.ndarray:
     """Of all tokens of all prompts but their first."""
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    return np.array(
-        [
-            place[token].logprob
-            for output, prompt in zip(outputs, PROMPTS, strict=True)
-            for place, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-        ]
-    )
+    values = []
+    for output in llm.generate(PROMPTS, SamplingParams(max_tokens=1, prompt_logprobs=0)):
+        assert output.prompt_token_ids is not None
+        assert output.prompt_logprobs is not None
+        places = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        values += [place[token].logprob for place, token in places if place is not None]
+    return np.array(values)
 
 
 # --- numbers --------------------------------------------------------------------------------------
