@@ -40,7 +40,7 @@ def tokens_near_ties(x: np.ndarray, blocks: Blocks) -> np.ndarray:
     """Which tokens have a number that another order of the norm's sum may round to the other side."""
     units, _ = in_groups(x, blocks)
     distances = np.abs(np.abs(units) % 1 - 0.5)
-    return (distances < NEAR_A_TIE).any((1, 2))
+    return np.asarray((distances < NEAR_A_TIE).any((1, 2)))
 
 
 def assert_product_of_rounded_tokens(name: str, case_name: str, dtype: str) -> None:
