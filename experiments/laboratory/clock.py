@@ -21,7 +21,6 @@ from experiments.laboratory.past import Past
 from experiments.laboratory.times import (
     StepTimes,
     fitted_to,
-    padded_tokens,
     steps_with_tokens,
 )
 from pagedjax.device.batch import token_buckets
@@ -65,7 +64,7 @@ class Clock(NamedTuple):
 
     def is_beyond(self, plan: Plan) -> bool:
         """Whether a plan has more tokens than any recorded step."""
-        return padded_tokens(plan, self.times.buckets) > self.times.model.sizes[-1]
+        return self.times.tokens(plan) > self.times.model.sizes[-1]
 
 
 def clock(
@@ -99,7 +98,8 @@ def drawn(past: Past, of_run: Clock, times: StepTimes, seed: int) -> Clock:
     """
     steps = steps_with_tokens(past)
     order = blocks_of(len(steps), random.Random(seed))
-    refitted = fitted_to([steps[place] for place in order], times.config, times.buckets)
+    drawn_steps = [steps[place] for place in order]
+    refitted = fitted_to(drawn_steps, times.config, times.buckets, times.computes_padding)
     return of_run._replace(times=of_run.times._replace(model=refitted.model), order=order)
 
 

@@ -12,6 +12,8 @@ from pagedjax.device.batch import token_buckets
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Plan
 
+NOTHING = Fitted((1,), (0.0,), 0.0, 0.0, 0.0)  # a model before it is fitted
+
 
 class StepTimes(NamedTuple):
     """Seconds of a step, by its plan.
@@ -19,17 +21,23 @@ class StepTimes(NamedTuple):
     model: seconds of a step's counts; `model.error` is its median relative error on the recording.
     buckets: padded numbers of tokens, ascending. A step with more tokens is not padded.
     config: of the recorded scheduler, whose KV policy decides what queries see.
+    computes_padding: whether all steps of a bucket take as long as a full one. The compiled kernels
+        for CPUs skip padding; XLA's products compute it.
     residuals: seconds that each recorded step took / seconds of the model, in their order.
     """
 
     model: Fitted
     buckets: Sequence[int]
     config: SchedulerConfig
+    computes_padding: bool = True
     residuals: Sequence[float] = ()
 
     def __call__(self, plan: Plan) -> float:
-        padded = padded_tokens(plan, self.buckets)
-        return self.model(work_of(plan, padded, config=self.config))
+        return self.model(work_of(plan, self.tokens(plan), config=self.config))
+
+    def tokens(self, plan: Plan) -> int:
+        """The tokens that the device computes in a step."""
+        return computed_tokens(plan, self.buckets if self.computes_padding else ())
 
 
 def fitted(past: Past, buckets: Sequence[int] | None = None) -> StepTimes:
@@ -60,26 +68,46 @@ def steps_with_tokens(past: Past) -> list[PastStep]:
 
 
 def fitted_to(
-    steps: Sequence[PastStep], config: SchedulerConfig, buckets: Sequence[int]
+    steps: Sequence[PastStep],
+    config: SchedulerConfig,
+    buckets: Sequence[int],
+    computes_padding: bool | None = None,
 ) -> StepTimes:
-    """Fits seconds to steps, at least 8, of a scheduler with this configuration."""
+    """Fits seconds to steps, at least 8, of a scheduler with this configuration.
+
+    computes_padding: of `StepTimes`; None: what fits better.
+    """
+    if computes_padding is None:
+        either = [fitted_to(steps, config, buckets, padding) for padding in (True, False)]
+        return min(either, key=_mean_error)
+    times = StepTimes(NOTHING, buckets, config, computes_padding)
     rows = []
     for step in steps:
-        padded = padded_tokens(step.plan, buckets)
-        work = work_of(step.plan, padded, config=config)
+        tokens = times.tokens(step.plan)
+        work = work_of(step.plan, tokens, config=config)
         rows.append(
             {
                 "seconds": step.seconds,
-                "padded_tokens": padded,
+                "padded_tokens": tokens,
                 "context_tokens": work.context,
                 "pairs": work.pairs,
+                "sampled": work.sampled,
             }
         )
-    times = StepTimes(fit(rows), buckets, config)
+    sizes: list[int] = []
+    if not computes_padding and buckets:
+        most = max(row["padded_tokens"] for row in rows)
+        sizes = [*sorted({1, *[size for size in buckets if size < most], most})]
+    times = times._replace(model=fit(rows, sizes, samples=True))
     return times._replace(residuals=[step.seconds / times(step.plan) for step in steps])
 
 
-def padded_tokens(plan: Plan, buckets: Sequence[int]) -> int:
-    """The tokens that a step computes, padding included."""
+def _mean_error(times: StepTimes) -> float:
+    """Of the model, relative to the seconds of the recorded steps."""
+    return sum(abs(1 / residual - 1) for residual in times.residuals) / len(times.residuals)
+
+
+def computed_tokens(plan: Plan, buckets: Sequence[int]) -> int:
+    """The tokens that a step computes, with its padding to a bucket."""
     tokens = plan.num_tokens
     return next((size for size in buckets if size >= tokens), tokens)

@@ -725,24 +725,32 @@ def check_network(network: Network | None, n: int, chip: str) -> None:
 
 
 class Fitted(NamedTuple):
-    """Seconds of a step: a base for its padded size, plus terms for context tokens and pairs."""
+    """Seconds of a step: a base for its tokens, plus terms for context tokens, pairs and samples."""
 
-    sizes: tuple[int, ...]  # padded tokens that were measured, ascending
-    seconds: tuple[float, ...]  # of each size, without attention
+    sizes: tuple[int, ...]  # tokens of a step, ascending; the base is linear between them
+    seconds: tuple[float, ...]  # of each size, without attention and samples
     per_context: float
     per_pair: float
     error: float  # median of |predicted - measured| / measured, over the steps it was fitted to
+    per_sample: float = 0.0
 
     def __call__(self, work: Work) -> float:
         base = float(np.interp(work.tokens, self.sizes, self.seconds))
         if work.tokens > self.sizes[-1]:  # there, time is proportional to tokens
             base *= work.tokens / self.sizes[-1]
-        return base + self.per_context * work.context + self.per_pair * work.pairs
+        attention = self.per_context * work.context + self.per_pair * work.pairs
+        return base + attention + self.per_sample * work.sampled
 
 
-def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
+def fit(
+    steps: Sequence[Mapping[str, Any]], sizes: Sequence[int] = (), *, samples: bool = False
+) -> Fitted:
     """Non-negative least squares through measured steps (rows of steps.jsonl), each weighted by its
     own time.
+
+    Args:
+        sizes: of `Fitted`, in place of all numbers of tokens that the steps have.
+        samples: whether the rows have `sampled`, and samples take time of their own.
 
     Raises:
         ValueError: fewer than 8 steps, or steps without context_tokens and pairs (a run of an
@@ -758,17 +766,22 @@ def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
             "again"
         )
     seconds = np.array([step["seconds"] for step in steps])
-    sizes = sorted({step["padded_tokens"] for step in steps})
-    columns = [[step["padded_tokens"] == size for step in steps] for size in sizes]
-    columns += [[step[name] for step in steps] for name in ("context_tokens", "pairs")]
+    tokens = np.array([step["padded_tokens"] for step in steps])
+    sizes = list(sizes) or np.unique(tokens).tolist()
+    # the share of each size in the base of a step, as in `Fitted`
+    columns = [np.interp(tokens, sizes, share) for share in np.eye(len(sizes))]
+    columns[-1] = columns[-1] * np.maximum(tokens / sizes[-1], 1)
+    names = ["context_tokens", "pairs", *["sampled"] * samples]
+    columns += [np.array([step[name] for step in steps]) for name in names]
     matrix = np.array(columns, np.float64).T
     # counts of pairs are millions: without a scale, their coefficient would be lost in rounding
     scale = np.maximum(matrix.max(0), 1)
     solution = nnls(matrix / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
     error = float(np.median(np.abs(matrix @ solution - seconds) / seconds))
-    *bases, per_context, per_pair = solution.tolist()
+    bases = solution[: len(sizes)]
+    per_context, per_pair, *per_sample = solution[len(sizes) :].tolist()
     ascending_bases = np.maximum.accumulate(bases).tolist()  # more tokens take no less time
-    return Fitted(tuple(sizes), tuple(ascending_bases), per_context, per_pair, error)
+    return Fitted(tuple(sizes), tuple(ascending_bases), per_context, per_pair, error, *per_sample)
 
 
 def read_steps(text: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from experiments.laboratory import outcomes, past, rerun, times
-from experiments.simulation.cost import work_of
+from experiments.simulation.cost import Work, work_of
 from pagedjax.host.event_log import with_notes
 from pagedjax.host.policies import FCFS, POLICIES
 from pagedjax.host.replay import verify
@@ -303,6 +303,25 @@ def test_what_another_run_cannot_have_is_refused(tmp_path: Path, busy: Path):
     simulated.record(path, simulated.engine(), [(at, keywords)])
     with refused("'r0' has a cache salt or an adapter.*multiple of the recorded block size 4"):
         rerun_of(path, config=past.read(path).config._replace(block_size=3))
+
+
+@pytest.mark.parametrize("computes_padding", [True, False])
+def test_a_fit_finds_out_whether_padding_is_computed(tmp_path: Path, computes_padding: bool):
+    """Samples take time beside the tokens, and decodes are samples."""
+    buckets = (4, 16)
+
+    def seconds(work: Work) -> float:
+        full = next(size for size in buckets if size >= work.tokens)
+        tokens = full if computes_padding else work.tokens
+        return 0.01 + 0.002 * tokens + 0.001 * work.sampled
+
+    path = tmp_path / "run.jsonl"
+    engine = simulated.engine(seconds=seconds)
+    simulated.record(path, engine, simulated.requests(random.Random(1), 30))
+    steps = times.fitted(past.read(path), buckets=buckets)
+    assert steps.computes_padding == computes_padding
+    assert steps.model.error < 1e-3
+    assert steps.residuals == pytest.approx([1.0] * len(steps.residuals), rel=1e-2)
 
 
 def test_the_times_of_steps_are_fitted(tmp_path: Path):
