@@ -23,10 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.pallas_gpu.pages import (
     Ring,
     barrier_of_pages,
+    first_tops,
     index_along,
     log2_scores,
     produce,
     product,
+    sinks_of_queries,
     swizzled_memory,
 )
 from pallas_kernels.tiles import Tiles
@@ -59,11 +61,12 @@ def chunks(
     window,
     soft_cap,
     tiles: Tiles,
+    sinks=None,
 ) -> jax.Array:
     """Computes the attention of chunks of the rows' contexts.
 
     Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D]. They are the last tokens of
-    its context of seq_lens[b] tokens.
+    its context of seq_lens[b] tokens. sinks: [N], or None.
 
     Returns [T, N, D]: zeros after the last row's tokens, undefined before the first row and between
     two rows.
@@ -104,10 +107,12 @@ def chunks(
         array.astype(jnp.int32)
         for array in (row_of_table, firsts[row] + offset, item_tokens, position, length)
     ]
+    sink_arrays = [] if sinks is None else [sinks_of_queries(sinks, heads, tokens, LANES)]
 
     def paged_chunks(
-        q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, o_ref, *scratch
+        q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, *refs
     ):
+        o_ref, *scratch = refs[len(sink_arrays) :]
         io_s, q_s, k_s, v_s, p_s, q_full, k_full, v_full, k_free, v_free, clean = scratch
         head, item, group_id = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))
         length = lengths[item]
@@ -214,8 +219,10 @@ def chunks(
                 return o * lax.broadcast_in_dim(decay, o.shape, [0]) + y, new, norm
 
             o = plgpu.layout_cast(jnp.full((LANES, d), 0.0, jnp.float32), WGMMA)
-            top = plgpu.layout_cast(jnp.full((LANES,), -jnp.inf, jnp.float32), WGMMA.reduce(1))
-            norm = plgpu.layout_cast(jnp.full((LANES,), 0.0, jnp.float32), WGMMA.reduce(1))
+            run_sinks = refs[0].at[head] if sink_arrays else None
+            top = first_tops(run_sinks, LANES, WGMMA.reduce(1))
+            first_norm = 1.0 if sink_arrays else 0.0
+            norm = plgpu.layout_cast(jnp.full((LANES,), first_norm, jnp.float32), WGMMA.reduce(1))
             o, _, norm = lax.fori_loop(0, count, attend, (o, top, norm))
             o = o * lax.broadcast_in_dim(1.0 / jnp.where(norm > 0, norm, 1.0), o.shape, [0])
             io[...] = o.astype(dtype)
@@ -263,4 +270,5 @@ def chunks(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
-    return kernel(q, k_pages, v_pages, block_tables, *item_arrays)[:t].astype(query_dtype)
+    results = kernel(q, k_pages, v_pages, block_tables, *item_arrays, *sink_arrays)
+    return results[:t].astype(query_dtype)

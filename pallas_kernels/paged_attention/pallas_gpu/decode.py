@@ -32,10 +32,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.pallas_gpu.pages import (
     Ring,
     barrier_of_pages,
+    first_tops,
     index_along,
     log2_scores,
     produce,
     product,
+    sinks_of_queries,
     swizzled_memory,
 )
 from pallas_kernels.tiles import Tiles
@@ -83,38 +85,23 @@ def _columns(queries: int) -> int:
     return max(COLUMNS, 1 << (queries - 1).bit_length())
 
 
-def decode(
-    q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_cap, tiles: Tiles
-) -> jax.Array:
+def decode(q, k_pages, v_pages, block_tables, seq_lens, **options) -> jax.Array:
     """Computes the attention of q [B, N, D]: one token of each row, the last of its context.
 
-    Returns [B, N, D]; zeros where seq_lens [B] is 0.
+    options: those of `_decode`. Returns [B, N, D]; zeros where seq_lens [B] is 0.
     """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
     return _decode(q[:, None], k_pages, v_pages, block_tables, seq_lens, **options)[:, 0]
 
 
 def decode_short(
-    q,
-    k_pages,
-    v_pages,
-    block_tables,
-    seq_lens,
-    rows,
-    counts,
-    *,
-    scale,
-    window,
-    soft_cap,
-    tiles: Tiles,
+    q, k_pages, v_pages, block_tables, seq_lens, rows, counts, **options
 ) -> jax.Array:
     """Computes the attention of rows of a few query tokens, q [I, Q, N, D].
 
     Row rows[i] of the tables has the query tokens q[i, : counts[i]], the last tokens of its
-    context. Returns [I, Q, N, D], undefined for other tokens. A row with a count of 0 costs almost
-    nothing.
+    context. options: those of `_decode`. Returns [I, Q, N, D], undefined for other tokens. A row
+    with a count of 0 costs almost nothing.
     """
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
     lengths = jnp.where(counts > 0, seq_lens[rows], 0)
     return _decode(q, k_pages, v_pages, block_tables, lengths, rows, counts, **options)
 
@@ -130,8 +117,12 @@ def _decode(
     window,
     soft_cap,
     tiles: Tiles,
+    sinks=None,
 ):
-    """Computes the attention of q [B, Q, N, D]; rows_and_counts: those of `decode_short`."""
+    """Computes the attention of q [B, Q, N, D].
+
+    rows_and_counts: those of `decode_short`. sinks: [N], or None.
+    """
     b, queries, n, d = q.shape
     _, heads, s, _ = k_pages.shape
     dtype = k_pages.dtype
@@ -143,11 +134,17 @@ def _decode(
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
     is_short = bool(rows_and_counts)
     is_one_part = parts == 1 and not is_short  # the result needs no merge
+    sink_arrays = []
+    if sinks is not None:  # the first part of a context has them, so each counts once
+        of_columns = sinks_of_queries(sinks, heads, queries, columns)
+        later_parts = ((0, parts - 1), (0, 0), (0, 0))
+        sink_arrays = [jnp.pad(of_columns[None], later_parts, constant_values=-jnp.inf)]
 
     def paged_decode(q_ref, k_ref, v_ref, tables, lengths, *refs):
         rows, counts = refs[:2] if is_short else (None, None)
-        first_scratch = len(rows_and_counts) + len(out_s)
-        results = refs[len(rows_and_counts) : first_scratch]
+        first_result = len(rows_and_counts) + len(sink_arrays)
+        first_scratch = first_result + len(out_s)
+        results = refs[first_result:first_scratch]
         scratch = refs[first_scratch:]
         q_s, k_s, v_s, p_s, *results_s, q_full, k_full, v_full, k_free, v_free = scratch
         part, head, row = (lax.axis_index(name) for name in ("part", "head", "row"))
@@ -239,8 +236,14 @@ def _decode(
                 return o * lax.broadcast_in_dim(decay, o.shape, [1]) + y, new, weights
 
             o = plgpu.layout_cast(jnp.full((d, columns), 0.0, jnp.float32), WGMMA)
-            weights = plgpu.layout_cast(jnp.full((tile, columns), 0.0, jnp.float32), WGMMA)
-            top = plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), WGMMA.reduce(0))
+            # The weight of a sink is spread over the places of a tile. In a part without sinks, the
+            # first score takes it away.
+            first_weight = 1.0 / tile if sink_arrays else 0.0
+            weights = plgpu.layout_cast(
+                jnp.full((tile, columns), first_weight, jnp.float32), WGMMA
+            )
+            part_sinks = refs[first_result - 1].at[part, head] if sink_arrays else None
+            top = first_tops(part_sinks, columns, WGMMA.reduce(0))
             o, top, weights = lax.fori_loop(0, count, attend, (o, top, weights))
             norm = weights.sum(axis=0)
             has_weights = norm > 0
@@ -306,7 +309,8 @@ def _decode(
         .reshape(b, heads, group * queries, d)
     )
     of_rows = block_tables, seq_lens, *(a.astype(jnp.int32) for a in rows_and_counts)
-    results = kernel(jnp.pad(grouped.astype(dtype), padding), k_pages, v_pages, *of_rows)
+    padded = jnp.pad(grouped.astype(dtype), padding)
+    results = kernel(padded, k_pages, v_pages, *of_rows, *sink_arrays)
     if is_one_part:
         return results[0][:, None]
     out = _merge(*results)[..., : group * queries].reshape(b, heads, d, group, queries)

@@ -45,6 +45,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     short_rows: bool = True,
     tiles: Tiles | None = None,
 ) -> jax.Array:
@@ -53,6 +54,7 @@ def paged_attention(
     Args:
         window: a query sees the last `window` tokens up to itself; None is all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2).
+        sinks: [N] float32, a score of each query head that joins its softmax; None: there are none.
         short_rows: True: rows of 2 to 8 tokens have programs of their own, which run in every mixed
             step. False: these rows are chunks. Without drafts to verify such rows are rare: they
             are the ends of prompts.
@@ -76,7 +78,7 @@ def paged_attention(
 
     tiles = tiles or Tiles.of(device_kind())
     pages = (k_pages, v_pages, block_tables)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if cu_q_lens is None:  # one launch
         return decode.decode(q, *pages, seq_lens, tiles=tiles, **options)
     first = cu_q_lens[:-1]
@@ -161,4 +163,5 @@ IMPLEMENTATION = Implementation(
     obstacle,
     without_drafts=partial(paged_attention, short_rows=False),
     decodes_alone=True,
+    takes_sinks=True,
 )

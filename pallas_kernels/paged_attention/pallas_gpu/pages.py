@@ -1,4 +1,4 @@
-"""What both GPU kernels use: copies of pages, products and scores."""
+"""What both GPU kernels use: copies of pages, products, scores and sinks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -93,6 +94,30 @@ def log2_scores(x, scale: float, soft_cap: float | None):
     if soft_cap is None:
         return x * (scale * LOG2E)
     return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E)
+
+
+def sinks_of_queries(sinks, heads: int, tokens: int, size: int) -> jax.Array:
+    """Returns sinks [N] for the queries of a product, as powers of two, [K, `size`].
+
+    The queries are `tokens` of each query head of a key head, and padding.
+    """
+    of_queries = jnp.repeat(sinks.reshape(heads, -1) * LOG2E, tokens, axis=1)
+    return jnp.pad(of_queries, ((0, 0), (0, size - of_queries.shape[1])))
+
+
+def first_tops(sinks, size: int, layout) -> jax.Array:
+    """Returns the largest score of each query, [`size`], before the first tile of its context.
+
+    A sink is a token before the context whose value is zero. So the running softmax of a query with
+    a sink begins with the sink's score, and with a sum of weights of 1.
+
+    Args:
+        sinks: [`size`] in global memory; None: there are none, and the scores are minus infinity.
+    """
+    if sinks is None:
+        return plgpu.layout_cast(jnp.full((size,), -jnp.inf, jnp.float32), layout)
+    # JAX 0.10 has one more argument, and the kernels need JAX 0.11
+    return plgpu.load(sinks, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def product(shape, a, b):
