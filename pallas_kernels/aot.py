@@ -74,6 +74,7 @@ class Case:
     parts: bool = False  # one long row, split over the device
     queries: int = 1  # of a decoded row
     options: tuple[tuple[str, float], ...] = ()
+    sinks: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -87,7 +88,17 @@ class Case:
             words.append(f"Q {self.queries}")
         if self.parts:
             words.append("split")
-        return ", ".join([*words, *(name for name, _ in self.options)])
+        words += [name for name, _ in self.options]
+        if self.sinks:
+            words.append("sinks")
+        return ", ".join(words)
+
+
+# 64 query heads with a sink each, and a window in every other layer
+GPT_OSS = tuple(
+    Case(kernel, 64, 16, 8, options=(("window", 128),), sinks=True)
+    for kernel in ("decode", "chunks")
+)
 
 
 class Compiled(NamedTuple):
@@ -122,8 +133,10 @@ def cases() -> Iterator[Case]:
             yield Case(kernel, d, 16, 4, DTYPES[1])
             yield Case(kernel, d, 16, 4, options=(("window", 4096),))
             yield Case(kernel, d, 16, 4, options=(("soft_cap", 50.0),))
+            yield Case(kernel, d, 16, 4, sinks=True)
             if kernel == "decode":
                 yield Case(kernel, d, 16, 4, parts=True)
+                yield Case(kernel, d, 16, 4, parts=True, sinks=True)
     for d in HEAD_SIZES:
         for queries in SHORT:
             short = partial(Case, "decode", d, queries=queries)
@@ -137,6 +150,8 @@ def cases() -> Iterator[Case]:
                 yield short(16, group, options=(("window", 4096),))
             yield short(16, 4, options=(("soft_cap", 50.0),))
             yield short(16, 4, parts=True)
+            yield short(16, MAX_COLUMNS // queries, sinks=True)
+    yield from GPT_OSS
 
 
 def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
@@ -163,7 +178,14 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
         call = decode.decode_short if is_short else decode.decode
     row_arrays = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
     bound = partial(call, scale=case.head_size**-0.5, tiles=tiles, **options)
-    return bound, [q, cache, cache, ints(rows, blocks), *row_arrays]
+    arrays = [q, cache, cache, ints(rows, blocks), *row_arrays]
+    if not case.sinks:
+        return bound, arrays
+
+    def with_sinks(sinks, *arrays):
+        return bound(*arrays, sinks=sinks)
+
+    return with_sinks, [jax.ShapeDtypeStruct((heads * case.group,), jnp.float32), *arrays]
 
 
 def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
@@ -299,7 +321,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="only the first shape of each kernel, head size and row; for TPUs, of models",
+        help="only the first shape of each kernel, head size and row, and GPT-OSS's; "
+        "for TPUs, of models",
     )
     args = parser.parse_args(argv)
     if args.target in TPUS:
@@ -328,9 +351,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def quick(programs: list[Case]) -> list[Case]:
-    """Returns the first case of each kernel, head size and number of queries."""
+    """Returns the first case of each kernel, head size and number of queries, and `GPT_OSS`."""
     firsts = {(c.kernel, c.head_size, c.queries): c for c in reversed(programs)}
-    return list(firsts.values())[::-1]
+    return [*reversed(firsts.values()), *(case for case in programs if case in GPT_OSS)]
 
 
 def report(case: Case, target: Target, tiles: Tiles, as_json: bool) -> bool:

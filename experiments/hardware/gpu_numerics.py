@@ -6,7 +6,7 @@
 
 Every head size and block size with 5 group sizes is one ragged batch of decodes, short rows and
 chunks. The kernels' bfloat16 is compared with float64 on the host. Every fifth shape also has a
-window and a soft cap. Slots outside all contexts are NaN.
+window, a soft cap and sinks. Slots outside all contexts are NaN.
 
 Compilers are slow and cores are many, so the shapes are shared among processes. Each process has
 its own context on the GPU; a kernel that hangs stops one process, and the others end. Results are
@@ -59,10 +59,15 @@ class Case(NamedTuple):
     group: int
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        options = {"window": self.window, "soft_cap": self.soft_cap}
+    def options(self, heads: int) -> dict[str, Any]:
+        """The options of a call with so many query heads.
+
+        Sinks are below most scores, among them and above all.
+        """
+        sinks = np.linspace(-2, 8, heads, dtype=np.float32) if self.sinks else None
+        options = {"window": self.window, "soft_cap": self.soft_cap, "sinks": sinks}
         return {name: value for name, value in options.items() if value is not None}
 
     def rows(self) -> list[tuple[int, int]]:
@@ -101,11 +106,11 @@ class Batch(NamedTuple):
     first: np.ndarray
 
 
-REHEARSED = [Case(64, 16, 3), Case(128, 32, 4, soft_cap=5.0)]
+REHEARSED = [Case(64, 16, 3, sinks=True), Case(128, 32, 4, soft_cap=5.0)]
 
 
 def cases(every: int = 1) -> Iterator[Case]:
-    """Yields one shape of `every`, and its variants with a window and with a soft cap."""
+    """Yields one shape of `every`, and its variants with a window, a soft cap or sinks."""
     shapes = [
         Case(d, s, group)
         for d in pallas_gpu.HEAD_SIZES
@@ -118,6 +123,7 @@ def cases(every: int = 1) -> Iterator[Case]:
             if i % 5 == i // 5 % 5:  # one of five shapes, with every group size in turn
                 yield shape._replace(window=33)
                 yield shape._replace(soft_cap=5.0)
+                yield shape._replace(sinks=True)
 
 
 def kernels(min_split: int | None) -> Any:
@@ -168,7 +174,8 @@ def batch_of(case: Case, heads: int) -> Batch:
 
 def attend(case: Case, impl: Any, min_split: int | None, *arrays: Any) -> np.ndarray:
     """Call the kernels, or `impl`, with these arrays. Returns float64."""
-    function = partial(impl or kernels(min_split), scale=case.d**-0.5, **case.options)
+    options = case.options(arrays[0].shape[1])
+    function = partial(impl or kernels(min_split), scale=case.d**-0.5, **options)
     on_device = (None if array is None else jnp.asarray(array) for array in arrays)
     return np.asarray(jax.jit(function)(*on_device), np.float64)
 
@@ -238,9 +245,13 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, group: int, case: Case) -
     distance = np.arange(length - count, length)[:, None] - np.arange(length)
     visible = (distance >= 0) & (distance < (case.window or length))
     scores = np.where(visible, scores, -np.inf)
+    if case.sinks:
+        sinks = case.options(len(scores))["sinks"].astype(np.float64)
+        of_queries = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate([scores, of_queries], -1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("nqc,cnd->qnd", weights, values)
+    return np.einsum("nqc,cnd->qnd", weights[..., :length], values)
 
 
 def check_case(case: Case, anywhere: bool = False) -> dict[str, Any]:

@@ -31,7 +31,8 @@ BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
 Attend = Callable[..., jax.Array]
 
 # The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" is here since its
-# first run (experiments/results/h200); "pallas_tpu" is not until it has run on a TPU.
+# first run (experiments/results/h200); "pallas_tpu" is not until it has run on a TPU. All of them
+# take sinks.
 DEFAULTS = "cpu", "pallas_gpu", "xla"
 
 
@@ -65,8 +66,7 @@ def choose(
         if reason:
             raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
     if name is None:
-        able = [impl for impl in DEFAULTS if find(impl).takes_sinks or not sinks]
-        return next(impl for impl in able if not find(impl).obstacle(device, **sizes))
+        return next(impl for impl in DEFAULTS if not find(impl).obstacle(device, **sizes))
     if sinks and not find(name).takes_sinks:
         able = ", ".join(repr(impl.name) for impl in IMPLS.values() if impl.takes_sinks)
         raise ValueError(

@@ -156,5 +156,6 @@ def test_every_implementation_is_a_record_under_its_name():
     assert all(
         isinstance(impl, Implementation) and impl.name == name for name, impl in IMPLS.items()
     )
+    assert all(impl.takes_sinks for impl in IMPLS.values()), "defaults are not asked"
     for name in IMPLS:  # the configuration knows the same names
         assert EngineConfig(attention_impl=name).attention_impl == name

@@ -81,6 +81,9 @@ def test_every_supported_gpu_shape_is_compiled():
         }
         assert {case.dtype for case in kernel_cases} == set(pallas_gpu.DTYPES)
         assert max(case.group for case in kernel_cases) == pallas_gpu.MAX_GROUP
+        with_sinks = {(case.head_size, case.queries) for case in kernel_cases if case.sinks}
+        assert with_sinks == {(case.head_size, case.queries) for case in kernel_cases}
+    assert set(aot.GPT_OSS) <= set(aot.quick(cases))
 
 
 def test_an_old_jax_is_an_error_with_the_needed_version(capsys, monkeypatch):

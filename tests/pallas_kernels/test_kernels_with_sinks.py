@@ -1,5 +1,5 @@
-"""Sinks: a score of each query head that joins the softmax once, in every implementation and form
-that takes them, against numpy's float64.
+"""Sinks: a score of each query head that joins the softmax once, in every implementation and form,
+against numpy's float64. Those of the GPU kernels are in test_paged_attention_gpu.py.
 """
 
 from __future__ import annotations
@@ -48,6 +48,19 @@ def interpreted(monkeypatch):
 def batch(t: int, **options: Any) -> Case:
     rows = ROWS if t == MANY else FEW_ROWS
     return make(rows, t=t, b=8, **options)._replace(sinks=SINKS)
+
+
+def test_the_oracle_is_jaxs_own_attention_with_one_more_token():
+    """The token has a value of zeros, and a bias makes its score that of the sink."""
+    case = make([(17, 40)], t=17, b=1)._replace(sinks=SINKS)
+    k, v = (np.pad(a[:, :40], ((0, 0), (0, 1), (0, 0), (0, 0))) for a in (case.k, case.v))
+    bias = np.zeros((1, 4, 17, 41), np.float32)
+    bias[0, :, :, 40] = SINKS[:, None]
+    mask = np.arange(41) < 24 + np.arange(17)[:, None]
+    mask[:, 40] = True
+    attend = jax.jit(partial(jax.nn.dot_product_attention, implementation="xla", scale=0.25))
+    jaxs = attend(case.q[None], k, v, bias=bias, mask=mask[None, None])[0]
+    chex.assert_trees_all_close(oracle(case), jaxs, atol=1e-5, rtol=0)
 
 
 @every_impl_and_size
@@ -127,7 +140,7 @@ def test_sinks_of_another_shape_or_for_an_implementation_without_them_are_refuse
     with refused(r"sinks is float32 \(3,\); q .* needs float32"):
         paged_attention(*arguments, scale=1.0, impl="xla", sinks=np.zeros(3, np.float32))
     own = IMPLS["xla"]._replace(name="own", takes_sinks=False)
-    with refused("impl 'own' takes no sinks; those that do: 'reference', 'xla', 'cpu'"):
+    with refused("impl 'own' takes no sinks; those that do: 'reference', 'xla', 'cpu', 'pallas_gpu'"):
         paged_attention(*arguments, scale=1.0, impl=own, sinks=np.zeros(heads, np.float32))
 
 

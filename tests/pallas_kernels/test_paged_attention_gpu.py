@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     seed: int = 0
     poison: float = NAN
+    mean: float = 0.0  # of values
 
     def batch(self, order: int = 0) -> test_paged_attention.Case:
         """`order` seeds the places of a row's pages in the cache alone."""
@@ -59,6 +60,7 @@ class Case(NamedTuple):
         sizes = {"s": self.s, "k": self.heads, "g": self.group, "d": self.d}
         options = {"seed": self.seed, "dtype": jnp.dtype(self.dtype), "garbage": self.poison}
         batch = make(self.rows, t=t, b=len(self.rows), **sizes, **options)
+        batch = batch._replace(v=batch.v + np.asarray(self.mean, options["dtype"]))
         pages = np.random.default_rng([order, 1]).permutation(len(batch.k_pages) - 1) + 1
         return scatter(batch, pages, self.poison)
 
@@ -66,8 +68,9 @@ class Case(NamedTuple):
         """The arguments of `paged_attention`, in its order."""
         return [jnp.asarray(array) for array in self.batch().arguments]
 
-    def expected(self, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
-        return oracle(self.batch()._replace(window=window, soft_cap=soft_cap))
+    def expected(self, **options: Any) -> np.ndarray:
+        """options: window, soft_cap and sinks."""
+        return oracle(self.batch()._replace(**options))
 
 
 # decodes, short rows and chunks in one batch
@@ -294,6 +297,58 @@ def test_windows_and_caps(rows, options):
     check(Case(rows, group=2), **options)
 
 
+# below all scores, beside the sums of few and of many weights, and far above all of them
+SINKS = np.array([-100.0, 1.0, 6.0, 500.0], np.float32)
+
+
+def sinks_of(case: Case) -> np.ndarray:
+    return np.resize(SINKS, case.heads * case.group)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, slow({"window": 70, "soft_cap": 3.0})])
+@pytest.mark.parametrize(
+    "rows",
+    [decodes(16, 200), [(40, 200), (2, 90)], short_rows(16, 8, 200)],
+    ids=["decodes", "chunks", "short rows"],
+)
+def test_sinks(rows, options):
+    """A sink moves the results, because the values have a mean."""
+    case = Case(rows, heads=2, group=3, mean=1.0)
+    check(case, shorts=max(rows) < (9, 0), sinks=sinks_of(case), **options)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, slow({"window": 100})])
+@pytest.mark.parametrize(
+    "rows",
+    [[(1, 700), (1, 0), (1, 65), (1, 1)], [(4, 400), (0, 0), (3, 65), (2, 2)]],
+    ids=["decodes", "short rows"],
+)
+def test_sinks_count_once_in_a_context_in_parts(rows, options):
+    tiles = SMALL._replace(multiprocessors=8, min_split=64)
+    case = Case(rows, d=128, group=4, mean=1.0)
+    sinks = sinks_of(case)
+    check(case, tiles=tiles, shorts=True, sinks=sinks, **options)
+    once, four_times = (
+        case.expected(sinks=sinks + np.log(count), **options) for count in (1, 4)
+    )
+    assert np.abs(four_times - once).max() > 0.1, "sinks in every part would not be detected"
+
+
+@interpreted
+def test_a_program_without_sinks_has_no_operand_for_them():
+    case = Case([(1, 5), (9, 9)], heads=2)
+    call = partial(pallas_gpu.paged_attention, scale=0.125, tiles=SMALL)
+    without, having = (
+        str(jax.make_jaxpr(partial(call, sinks=sinks))(*case.arguments()))
+        for sinks in (None, sinks_of(case))
+    )
+    for shape in ("f32[1,2,8]", "f32[2,64]"):  # of decodes and of chunks
+        assert shape in having
+        assert shape not in without
+
+
 @interpreted
 @pytest.mark.parametrize("late", range(2))
 def test_a_warpgroup_that_is_late_finds_every_phase_of_a_barrier(late, monkeypatch):
@@ -340,7 +395,9 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
 
 @interpreted
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 20, "soft_cap": 2.0}], ids=["plain", "window and cap"]
+    "options",
+    [{}, {"window": 20, "soft_cap": 2.0}, {"window": 20, "sinks": np.resize(SINKS, 6)}],
+    ids=["plain", "window and cap", "window and sinks"],
 )
 def test_a_mixed_batch_keeps_the_contract(options):
     arguments = MIXED.arguments()
@@ -350,13 +407,23 @@ def test_a_mixed_batch_keeps_the_contract(options):
 
 
 @interpreted
-def test_an_engine_gives_the_same_tokens_through_them(tmp_path, monkeypatch):
-    """A small random model: chunks of prompts beside decodes, three sequences."""
+@pytest.mark.parametrize("family", ["llama", slow("gpt_oss")])
+def test_an_engine_gives_the_same_tokens_through_them(family, tmp_path, monkeypatch):
+    """A small random model: chunks of prompts beside decodes, three sequences. GPT-OSS has sinks,
+    and windows in every other layer.
+    """
     from pagedjax import load_model
     from tests.device.test_step_tpu import greedy
+    from tests.engine.test_attention_sinks import GPT_OSS
     from tests.weights.tiny import tiny_llama
+    from tests.weights.tiny_families import write_family
 
-    model = load_model(tiny_llama(tmp_path / "llama", tied=False, head_dim=64), dtype="float16")
+    folder = tmp_path / family
+    if family == "llama":
+        tiny_llama(folder, tied=False, head_dim=64)
+    else:
+        write_family(folder, GPT_OSS | {"head_dim": 64})
+    model = load_model(folder, dtype="float16")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 300, n).tolist() for n in (1, 5, 11)]
     config = {

@@ -36,16 +36,20 @@ EVERY = {*KINDS, *ALONE}
 xla = partial(paged_attention, impl="xla")
 
 
-@pytest.mark.default_cases("{}-1-1", "{}-5-19", "{'window': 7}-19-19", "{'soft_cap': 2.0}-1-19")
+@pytest.mark.default_cases(
+    "{}-1-1", "{}-5-19", "{'window': 7}-19-19", "{'soft_cap': 2.0}-1-19", "{'sinks': True}-5-19"
+)
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 19), (5, 19), (19, 19)])
-@pytest.mark.parametrize("options", [{}, {"window": 7}, {"soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 7}, {"soft_cap": 2.0}, {"sinks": True}], ids=str
+)
 def test_exact_attention_equals_the_reference(count, length, options):
     case = Case(64, 8, 3, **options)
     rng = np.random.default_rng(count)
     q = rng.standard_normal((count, 6, 64)).astype(np.float32)
     k, v = rng.standard_normal((2, length, 2, 64)).astype(np.float32)
     pages = [np.pad(a, ((0, 32 - length), (0, 0), (0, 0))).swapaxes(0, 1)[None] for a in (k, v)]
-    expected = jax.jit(partial(reference, scale=64**-0.5, **options))(
+    expected = jax.jit(partial(reference, scale=64**-0.5, **case.options(6)))(
         q,
         *pages,
         np.zeros((1, 1), np.int32),
@@ -85,7 +89,7 @@ def test_a_wrong_kernel_is_reported_as_wrong_and_a_right_one_with_every_option_a
 
     for case, factor, right in (
         (SMALL, 2, False),
-        (Case(64, 16, 4, window=33, soft_cap=5.0), 1, True),
+        (Case(64, 16, 4, window=33, soft_cap=5.0, sinks=True), 1, True),
     ):
         monkeypatch.setattr(gpu_numerics, "paged_attention", partial(kernel, factor=factor))
         result = check_case(case, anywhere=True)
@@ -125,10 +129,10 @@ def test_a_kernel_that_hangs_does_not_hang_the_command(monkeypatch, tmp_path):
 
 def test_cases_have_every_size_and_every_option():
     every = list(cases())
-    assert len(every) == 70
+    assert len(every) == 80
     assert {case.d for case in every} == set(pallas_gpu.HEAD_SIZES)
     assert {case.s for case in every} == set(pallas_gpu.BLOCK_SIZES)
-    for option in ("window", "soft_cap"):
+    for option in ("window", "soft_cap", "sinks"):
         assert {case.group for case in every if getattr(case, option)} == set(GROUPS)
     assert len(list(cases(7))) < 15
 
