@@ -140,7 +140,9 @@ def test_sinks_of_another_shape_or_for_an_implementation_without_them_are_refuse
     with refused(r"sinks is float32 \(3,\); q .* needs float32"):
         paged_attention(*arguments, scale=1.0, impl="xla", sinks=np.zeros(3, np.float32))
     own = IMPLS["xla"]._replace(name="own", takes_sinks=False)
-    with refused("impl 'own' takes no sinks; those that do: 'reference', 'xla', 'cpu', 'pallas_gpu'"):
+    with refused(
+        "impl 'own' takes no sinks; those that do: 'reference', 'xla', 'cpu', 'pallas_gpu'"
+    ):
         paged_attention(*arguments, scale=1.0, impl=own, sinks=np.zeros(heads, np.float32))
 
 

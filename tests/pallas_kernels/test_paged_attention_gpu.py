@@ -330,9 +330,7 @@ def test_sinks_count_once_in_a_context_in_parts(rows, options):
     case = Case(rows, d=128, group=4, mean=1.0)
     sinks = sinks_of(case)
     check(case, tiles=tiles, shorts=True, sinks=sinks, **options)
-    once, four_times = (
-        case.expected(sinks=sinks + np.log(count), **options) for count in (1, 4)
-    )
+    once, four_times = (case.expected(sinks=sinks + np.log(count), **options) for count in (1, 4))
     assert np.abs(four_times - once).max() > 0.1, "sinks in every part would not be detected"
 
 
@@ -396,8 +394,8 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
 @interpreted
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 20, "soft_cap": 2.0}, {"window": 20, "sinks": np.resize(SINKS, 6)}],
-    ids=["plain", "window and cap", "window and sinks"],
+    [{}, {"window": 20, "soft_cap": 2.0, "sinks": np.resize(SINKS, 6)}],
+    ids=["plain", "window, cap and sinks"],
 )
 def test_a_mixed_batch_keeps_the_contract(options):
     arguments = MIXED.arguments()

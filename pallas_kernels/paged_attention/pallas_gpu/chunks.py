@@ -109,9 +109,7 @@ def chunks(
     ]
     sink_arrays = [] if sinks is None else [sinks_of_queries(sinks, heads, tokens, LANES)]
 
-    def paged_chunks(
-        q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, *refs
-    ):
+    def paged_chunks(q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, *refs):
         o_ref, *scratch = refs[len(sink_arrays) :]
         io_s, q_s, k_s, v_s, p_s, q_full, k_full, v_full, k_free, v_free, clean = scratch
         head, item, group_id = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))

@@ -93,9 +93,7 @@ def decode(q, k_pages, v_pages, block_tables, seq_lens, **options) -> jax.Array:
     return _decode(q[:, None], k_pages, v_pages, block_tables, seq_lens, **options)[:, 0]
 
 
-def decode_short(
-    q, k_pages, v_pages, block_tables, seq_lens, rows, counts, **options
-) -> jax.Array:
+def decode_short(q, k_pages, v_pages, block_tables, seq_lens, rows, counts, **options) -> jax.Array:
     """Computes the attention of rows of a few query tokens, q [I, Q, N, D].
 
     Row rows[i] of the tables has the query tokens q[i, : counts[i]], the last tokens of its
@@ -239,9 +237,7 @@ def _decode(
             # The weight of a sink is spread over the places of a tile. In a part without sinks, the
             # first score takes it away.
             first_weight = 1.0 / tile if sink_arrays else 0.0
-            weights = plgpu.layout_cast(
-                jnp.full((tile, columns), first_weight, jnp.float32), WGMMA
-            )
+            weights = plgpu.layout_cast(jnp.full((tile, columns), first_weight, jnp.float32), WGMMA)
             part_sinks = refs[first_result - 1].at[part, head] if sink_arrays else None
             top = first_tops(part_sinks, columns, WGMMA.reduce(0))
             o, top, weights = lax.fori_loop(0, count, attend, (o, top, weights))
