@@ -94,13 +94,6 @@ class Case:
         return ", ".join(words)
 
 
-# 64 query heads with a sink each, and a window in every other layer
-GPT_OSS = tuple(
-    Case(kernel, 64, 16, 8, options=(("window", 128),), sinks=True)
-    for kernel in ("decode", "chunks")
-)
-
-
 class Compiled(NamedTuple):
     """The compiler's report of a program."""
 
@@ -109,6 +102,13 @@ class Compiled(NamedTuple):
     shared: int  # bytes of shared memory that the kernel asks for
     stages: int  # tiles in flight
     seconds: float  # of compiling
+
+
+# 64 query heads with a sink each, and a window in every other layer
+GPT_OSS = tuple(
+    Case(kernel, 64, 16, 8, options=(("window", 128),), sinks=True)
+    for kernel in ("decode", "chunks")
+)
 
 
 def cases() -> Iterator[Case]:
