@@ -184,6 +184,17 @@ class LayerTables(Extra):
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
+class WholeSequences(Extra):
+    """The batch is `count` whole sequences of `length` tokens each, and there is no cache
+    (windows.py).
+    """
+
+    count: int
+    length: int
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
 class Selection:
     """Queries read some of the blocks that they see (a KV policy; selection.py).
 

@@ -3,7 +3,8 @@ no pages.
 
 The layers are those that serve. All sequences have S tokens. A shorter sequence is filled up at its
 end with any tokens; its own tokens come before and do not see them. "Page" b is all keys of
-sequence b, as the product gives them, so nothing is written to a cache.
+sequence b, as the product gives them, so nothing is written to a cache. What a layer without
+attention keeps is held in the same way (`KeptSequences` of models/mixers/mixer.py).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 
 from pagedjax.device.attention import IMPLS, Attend, Bound, Implementation, weights_of
 from pagedjax.device.batch import Batch
-from pagedjax.device.cache import init
-from pagedjax.device.extras import Factors, TokenAdapters
+from pagedjax.device.cache import BlockSizes, init, kv_pages
+from pagedjax.device.extras import Factors, TokenAdapters, WholeSequences
 from pagedjax.device.models.decoder import Decoder
 
 
@@ -38,6 +39,7 @@ def packed(tokens: jax.Array) -> Batch:
         sampled_row=row,
         targets=None,
         sampling=None,  # type: ignore[arg-type]  # nothing is sampled
+        extras=(WholeSequences(b, s),),
     )
 
 
@@ -139,14 +141,8 @@ def hidden(
         adapter: the factors of an adapter that all tokens use (`factors_of_one`).
     """
     c = module.config
-    mixers = [kind.mixer for kind in c.kinds if kind.mixer]
-    if mixers:
-        raise ValueError(
-            f"the model has layers without attention ({type(mixers[0]).__name__}), which run with "
-            "a cache alone: whole sequences, for training and score(), are not here yet; an engine "
-            "gives log-probabilities with prompt_logprobs"
-        )
     b, s = tokens.shape
+    of_attention = kv_pages(BlockSizes(s, c.kv_heads, c.head_dim, module.dtype, c.head_dim))
     # only their shapes are used
     pages = init(
         layers=c.layers,
@@ -155,10 +151,11 @@ def hidden(
         kv_heads=c.kv_heads,
         head_dim=c.head_dim,
         dtype=module.dtype,
+        layer_pages=[{} if kind.mixer else of_attention for kind in c.kinds],
     )
     batch = packed(tokens)
     if adapter is not None:
         adapters = TokenAdapters(jnp.ones(b * s, jnp.int32), adapter)
-        batch = batch._replace(extras=(adapters.routed(),))
+        batch = batch._replace(extras=(*batch.extras, adapters.routed()))
     attention = attend(c.attn_scale, batch_invariant=batch_invariant)
     return module.hidden(pages, batch, attention, taps)[1:]

@@ -184,10 +184,10 @@ def _check_mixers(config: EngineConfig, model: Model) -> None:
             f"{subject}, and a baseline keeps every block in one table; leave reservation, "
             "chunked_prefill and mixed_steps at their defaults"
         )
-    if config.speculative is not None and config.speculative.on_device:
+    if _has_draft_model(config) and len(mixers) == model.config.layers:
         raise ValueError(
-            f"{subject}, beside which no draft model or head runs yet; use "
-            "speculative.method='ngram', or no drafts"
+            f"{subject} alone, whose blocks are given back, and a draft model reads the blocks of "
+            "all tokens; use speculative.method='ngram', or no drafts"
         )
     if isinstance(config.kv_policy, KVPolicyOptions):
         raise ValueError(
@@ -279,12 +279,12 @@ def _layers(config: EngineConfig, model: Model) -> list[LayerPages]:
     """For each layer, the window before which blocks are given back (None: no block is), and how
     many pages it has.
 
-    The window is None for all layers if a baseline or a draft model reads those blocks, or if the
-    user keeps them.
+    The window is None for all layers if a baseline reads those blocks, or if the user keeps them.
+    It is None for all layers of attention if a draft model reads those blocks: it has the table of
+    the first group.
     """
     width = table_width(config, _max_model_len(config))
-    has_draft_model = config.speculative is not None and config.speculative.on_device
-    keeps_all = config.is_baseline or has_draft_model or not config.free_window_blocks
+    keeps_all = config.is_baseline or not config.free_window_blocks
     part = model.part
     dtype = config.kv_cache_dtype or model.dtype  # of as many bytes as that of the pages
     sizes = cache.BlockSizes(config.block_size, part.kv_heads, part.head_dim, dtype, part.head_dim)
@@ -296,12 +296,17 @@ def _layers(config: EngineConfig, model: Model) -> list[LayerPages]:
 
     def pages_of(kind: LayerKind) -> LayerPages:
         if kind.mixer is None:
-            return LayerPages(freeing_window(kind.window))
+            return LayerPages(None if _has_draft_model(config) else freeing_window(kind.window))
         pages = kind.mixer.pages(part, sizes, model.dtype)
         window = freeing_window(kind.mixer.window(config.block_size))
         return LayerPages(window, pages, attention=False)
 
     return [pages_of(kind) for kind in model.config.kinds]
+
+
+def _has_draft_model(config: EngineConfig) -> bool:
+    """Whether a model or a head drafts, with pages in the blocks of the model's attention."""
+    return config.speculative is not None and config.speculative.on_device
 
 
 def _max_model_len(config: EngineConfig) -> int:

@@ -315,12 +315,12 @@ def pack_drafts(
     newest = [row.tokens.item(length - 1) for row, length in zip(data, lengths, strict=True)]
     sampling = _sampling(data, _records(data, chain), lengths, blanks[b], chain)
     drafts = _drafts_of_samples(plan, rows, b) if shape.samples else ()
-    (tables,) = _tables(seqs, data, b, shapes)
+    tables = _tables(seqs, data, b, shapes)
     return shape, DraftBatch(
         tokens=_padded(newest, b),
         positions=_padded(lengths - 1, b),
         counts=_padded([plan.drafts[i] for i in rows], b),
-        block_tables=tables,
+        block_tables=tables[0],
         sampling=sampling._replace(num_top=np.full(b, -1, np.int32)),
         samples=_padded(drafts, shape.samples),
     )

@@ -96,20 +96,13 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
     and without experts and sinks.
 
     Raises:
-        ValueError: a vocabulary that is larger than the model's, or a model with latents or with
-            layers without attention.
+        ValueError: a vocabulary that is larger than the model's, or a model with latents.
     """
     if target.latent:
         raise ValueError(
             f"the model keeps latents (rows of {target.latent.row} numbers), and a draft head is "
             "for models with usual attention; use speculative.method='ngram', or a draft model "
             "that has usual attention"
-        )
-    mixers = [type(kind.mixer).__name__ for kind in target.kinds if kind.mixer]
-    if mixers:
-        raise ValueError(
-            f"the model has layers without attention ({mixers[0]}), beside which no draft head runs "
-            "yet; use speculative.method='ngram', or no drafts"
         )
     if not 1 <= vocabulary <= target.vocab_size:
         raise ValueError(

@@ -15,6 +15,9 @@ Within a block everything follows from these by products of matrices, as in the 
 papers: the chunk is the block. So a step reads states and writes none but those of blocks that it
 enters. The result is the same for any cut of a prompt into chunks.
 
+Whole sequences without a cache (windows.py) are computed by the same products, in blocks of
+`SEQUENCE_BLOCK` tokens, and have gradients.
+
 All numbers here are float32.
 """
 
@@ -30,7 +33,9 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.models.mixers.mixer import (
     CONV_INPUT,
     Kept,
+    KeptNumbers,
     KeptPages,
+    KeptSequences,
     Mixer,
     MixerCost,
     row_of_tokens,
@@ -38,6 +43,7 @@ from pagedjax.device.models.mixers.mixer import (
 
 RECENT = "recent"  # key, update and decay of a token
 STATE = "state"
+SEQUENCE_BLOCK = 64  # tokens of a block of whole sequences, all multiplied with each other
 
 
 class StateSizes(NamedTuple):
@@ -154,9 +160,18 @@ class Recent(NamedTuple):
 
 
 def run(
+    kept: KeptNumbers, sizes: StateSizes, inputs: Inputs, batch: Batch
+) -> tuple[KeptNumbers, jax.Array]:
+    """Computes the tokens of a batch -> (what is kept, outputs [T, N, D])."""
+    if isinstance(kept, KeptSequences):  # no later step reads their states
+        return kept, _whole_sequences(sizes, inputs, kept.sizes.block_size)
+    return _run_step(kept, sizes, inputs, batch)
+
+
+def _run_step(
     kept: KeptPages, sizes: StateSizes, inputs: Inputs, batch: Batch
 ) -> tuple[KeptPages, jax.Array]:
-    """Computes the tokens of a step -> (pages, outputs [T, N, D]).
+    """`run` of a step with a cache.
 
     All states and recent tokens are read first, and all are written last: else XLA copies a page
     array, to read the old one while it writes the new one. So no row may use a block that another
@@ -194,12 +209,13 @@ def run(
     return kept, progress.outputs
 
 
-def read(kept: KeptPages, sizes: StateSizes, query: jax.Array, batch: Batch) -> jax.Array:
+def read(kept: KeptNumbers, sizes: StateSizes, query: jax.Array, batch: Batch) -> jax.Array:
     """Outputs [T, N, D] of tokens that are in the pages.
 
     Args:
         query: [T, K, E].
     """
+    assert isinstance(kept, KeptPages), "of whole sequences, `run` gives all outputs"
     rows = row_of_tokens(batch)
     size = kept.sizes.block_size
     blocks = batch.positions // size
@@ -346,10 +362,7 @@ def _chunks(
         is_new = (places >= 0) & (places < spans.counts[row])
         token = jnp.where(is_new, spans.starts[row] + places, num_tokens)
         of_step = inputs.at(jnp.minimum(token, num_tokens - 1))
-        recent = _with_new(before, is_new, of_step, state, sizes)
-        alone = jax.tree.map(lambda x: x[None], Block(state, recent))
-        offsets = jnp.arange(size)[None]
-        results = _read(alone.state, alone.recent, of_step.query[None], offsets, sizes)[0]
+        recent, results = _run_block(before, is_new, of_step, state, sizes)
         progress = Progress(
             chunk.progress.outputs.at[token].set(results, mode="drop"),
             chunk.progress.recent._replace(
@@ -364,6 +377,49 @@ def _chunks(
     start = Chunk(jnp.zeros((), jnp.int32), blank, progress, states)
     end = jax.lax.while_loop(lambda chunk: chunk.number < ends[-1], run_next, start)
     return end.progress, Entered(rows, blocks, enters & (numbers < ends[-1]), end.states)
+
+
+def _run_block(
+    known: Recent, is_new: jax.Array, of_step: Inputs, state: jax.Array, sizes: StateSizes
+) -> tuple[Recent, jax.Array]:
+    """(The tokens of a block with those of the step [S, ...] among them, outputs [S, N, D]).
+
+    Args:
+        state: [N, E, D] before the block.
+    """
+    recent = _with_new(known, is_new, of_step, state, sizes)
+    alone = jax.tree.map(lambda x: x[None], Block(state, recent))
+    offsets = jnp.arange(len(is_new))[None]
+    return recent, _read(alone.state, alone.recent, of_step.query[None], offsets, sizes)[0]
+
+
+def _whole_sequences(sizes: StateSizes, inputs: Inputs, length: int) -> jax.Array:
+    """The outputs [B L, N, D] of B sequences of L tokens.
+
+    The sequences are computed together, block after block. Gradients keep the states before blocks,
+    and compute the rest again.
+    """
+    size = min(SEQUENCE_BLOCK, length)
+    count = len(inputs.decay) // length
+
+    def in_blocks(x: jax.Array) -> jax.Array:
+        """[B L, ...] -> [blocks, B, S, ...], with zeros behind each sequence."""
+        of_sequences = x.reshape(count, length, *x.shape[1:])
+        padding = [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 1)
+        padded = jnp.pad(of_sequences, padding)
+        return jnp.swapaxes(padded.reshape(count, -1, size, *x.shape[1:]), 0, 1)
+
+    def run_next(state: jax.Array, of_block: Inputs) -> tuple[jax.Array, jax.Array]:
+        """Of one sequence: (the state after the block, outputs [S, N, D])."""
+        blank = Recent(*[jnp.zeros_like(x) for x in (of_block.key, of_block.value, of_block.decay)])
+        recent, outputs = _run_block(blank, jnp.ones(size, bool), of_block, state, sizes)
+        return _state_after(Block(state, recent), sizes), outputs
+
+    run_next_of_all = jax.checkpoint(jax.vmap(run_next), prevent_cse=False)
+    start = jnp.zeros((count, sizes.heads, sizes.key_dim, sizes.value_dim), jnp.float32)
+    _, outputs = jax.lax.scan(run_next_of_all, start, jax.tree.map(in_blocks, inputs))
+    of_sequences = jnp.swapaxes(outputs, 0, 1).reshape(count, -1, sizes.heads, sizes.value_dim)
+    return of_sequences[:, :length].reshape(-1, sizes.heads, sizes.value_dim)
 
 
 def _with_states(kept: KeptPages, entered: Entered) -> KeptPages:

@@ -23,7 +23,7 @@ from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear
 from pagedjax.device.models.mixers import decayed_state
 from pagedjax.device.models.mixers.decayed_state import Inputs, StateMixer
-from pagedjax.device.models.mixers.mixer import CONV_INPUT, KeptPages, MixerLayer, convolution
+from pagedjax.device.models.mixers.mixer import CONV_INPUT, KeptNumbers, MixerLayer, convolution
 from pagedjax.device.row_reductions import row_means
 
 EPS = 1e-6  # of the lengths of queries and keys
@@ -73,7 +73,7 @@ class GatedDeltaLayer(MixerLayer):
         y = decayed_state.read(kept, m.sizes, query, batch)
         return self._output(y, gate, batch, residual)
 
-    def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptPages, jax.Array, jax.Array]:
+    def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptNumbers, jax.Array, jax.Array]:
         """(pages, outputs of the state [T, N, D], z [T, N D])."""
         m = self.mixer
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
@@ -93,7 +93,7 @@ class GatedDeltaLayer(MixerLayer):
         kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch)
         return kept, y, gate
 
-    def _convolved(self, kept: KeptPages, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _convolved(self, kept: KeptNumbers, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries and keys [T, K, E], and values [T, N, D]."""
         m = self.mixer
         y = jax.nn.silu(convolution(kept, CONV_INPUT, batch, self.conv[:, 0], None))

@@ -1,4 +1,5 @@
-"""`Mixer`: a layer that keeps something else than keys and values, and `KeptPages`, what it keeps.
+"""`Mixer`: a layer that keeps something else than keys and values; and what it keeps: `KeptPages` in
+a cache, `KeptSequences` without one.
 
     of a token    numbers that later tokens read: the inputs of a convolution, a key, a value
     of a block    numbers that hold before the first token of the block: a recurrent state
@@ -29,7 +30,7 @@ from flax import nnx
 from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BlockSizes, Pages
-from pagedjax.device.extras import LayerTables
+from pagedjax.device.extras import LayerTables, WholeSequences
 
 if TYPE_CHECKING:
     from pagedjax.device.models.decoder import DecoderConfig
@@ -292,6 +293,61 @@ class KeptPages(NamedTuple):
         return numbers.reshape(*lead, *kept.shape)
 
 
+class KeptSequences(NamedTuple):
+    """What a layer keeps of whole sequences, without a cache (windows.py), with the methods of
+    `KeptPages`. A sequence is one block of S tokens. The numbers are stored as they are, and not as
+    words of pages, so that they have gradients.
+
+    sizes: of a block.
+    count: sequences (B).
+    arrays: by name, [B S, *shape] of tokens and [B, *shape] of blocks; those that are written.
+    """
+
+    kept: Kept
+    sizes: BlockSizes
+    count: int
+    arrays: Pages
+
+    def tokens(self, name: str, rows: jax.Array, positions: jax.Array) -> jax.Array:
+        """As `KeptPages.tokens`."""
+        places = rows * self.sizes.block_size + jnp.maximum(positions, 0)
+        return self.arrays[name].at[places].get(mode=INSIDE)
+
+    def block_tokens(self, name: str, rows: jax.Array, blocks: jax.Array) -> jax.Array:
+        """As `KeptPages.block_tokens`."""
+        numbers = self.arrays[name]
+        of_blocks = numbers.reshape(self.count, self.sizes.block_size, *numbers.shape[1:])
+        return of_blocks.at[rows].get(mode=INSIDE)
+
+    def blocks(self, name: str, rows: jax.Array, blocks: jax.Array) -> jax.Array:
+        """As `KeptPages.blocks`; zeros where nothing is written."""
+        return self._of_blocks(name).at[rows].get(mode=INSIDE)
+
+    def with_tokens(self, name: str, numbers: jax.Array) -> KeptSequences:
+        """As `KeptPages.with_tokens`."""
+        return self._with(name, numbers.astype(self.kept.tokens[name].dtype))
+
+    def with_blocks(
+        self, name: str, rows: jax.Array, blocks: jax.Array, numbers: jax.Array
+    ) -> KeptSequences:
+        """As `KeptPages.with_blocks`."""
+        numbers = numbers.astype(self.kept.blocks[name].dtype)
+        return self._with(name, self._of_blocks(name).at[rows].set(numbers, mode=INSIDE))
+
+    def _of_blocks(self, name: str) -> jax.Array:
+        """[B, *shape] the numbers of all blocks."""
+        if name in self.arrays:
+            return self.arrays[name]
+        kept = self.kept.blocks[name]
+        return jnp.zeros((self.count, *kept.shape), kept.dtype)
+
+    def _with(self, name: str, numbers: jax.Array) -> KeptSequences:
+        return self._replace(arrays=Pages({**self.arrays, name: numbers}))
+
+
+KeptNumbers = KeptPages | KeptSequences
+
+
 class MixerLayer(nnx.Module):
     """The module of a layer without attention. A subclass adds its parameters, `write` and `read`.
 
@@ -303,10 +359,15 @@ class MixerLayer(nnx.Module):
         self.config = c
         self.dtype = dtype
 
-    def pages(self, arrays: Pages, batch: Batch) -> KeptPages:
-        """The layer's pages: `arrays` are what its methods get."""
-        kept = self.mixer.kept(self.config, self.dtype)
-        return KeptPages.of(kept, self.config.head_dim, arrays, batch)
+    def pages(self, arrays: Pages, batch: Batch) -> KeptNumbers:
+        """What the layer keeps: `arrays` are what its methods get."""
+        c = self.config
+        kept = self.mixer.kept(c, self.dtype)
+        whole = batch.extra(WholeSequences)
+        if whole is None:
+            return KeptPages.of(kept, c.head_dim, arrays, batch)
+        sizes = BlockSizes(whole.length, c.kv_heads, c.head_dim, self.dtype, c.head_dim)
+        return KeptSequences(kept, sizes, whole.count, arrays)
 
     def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """norm(x) -> (y + residual [T, H], page arrays)."""
@@ -332,9 +393,9 @@ def row_of_tokens(batch: Batch) -> jax.Array:
 
 
 def convolution(
-    kept: KeptPages, name: str, batch: Batch, weight: jax.Array, bias: jax.Array | None
+    kept: KeptNumbers, name: str, batch: Batch, weight: jax.Array, bias: jax.Array | None
 ) -> jax.Array:
-    """[T, C] float32: the causal convolution of each channel over the inputs that the pages have.
+    """[T, C] float32: the causal convolution of each channel over the inputs that are kept.
 
     Args:
         name: of the inputs [C] of a token.

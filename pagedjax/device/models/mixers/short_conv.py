@@ -23,7 +23,7 @@ from pagedjax.device.layers import Linear, values
 from pagedjax.device.models.mixers.mixer import (
     CONV_INPUT,
     Kept,
-    KeptPages,
+    KeptNumbers,
     Mixer,
     MixerLayer,
     convolution,
@@ -77,7 +77,7 @@ class ShortConvLayer(MixerLayer):
         """b, c and x, [T, H] each."""
         return jnp.split(self.inner(x, norm=norm, sizes=batch.used_tokens), 3, axis=1)
 
-    def _output(self, c: jax.Array, kept: KeptPages, batch: Batch, residual) -> jax.Array:
+    def _output(self, c: jax.Array, kept: KeptNumbers, batch: Batch, residual) -> jax.Array:
         y = convolution(kept, CONV_INPUT, batch, self.weight[:, 0], values(self.bias))
         y = c * y.astype(c.dtype)
         return self.out(y, residual=residual, sizes=batch.used_tokens)
