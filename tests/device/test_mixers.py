@@ -21,10 +21,13 @@ from pagedjax.device.models.mixers.decayed_state import Inputs, StateSizes
 from pagedjax.device.models.mixers.mixer import (
     CONV_INPUT,
     Kept,
+    KeptNumbers,
     KeptPages,
+    KeptSequences,
     convolution,
     pages_needed,
 )
+from pagedjax.device.windows import packed
 from tests.device.test_llama import lay_out
 from tests.refusals import refused
 
@@ -224,6 +227,123 @@ def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, chunks, blo
             chex.assert_trees_all_close(read[at : at + count], expected[row][span], atol=1e-4)
             at += count
             computed[row] += count
+
+
+# whole sequences ----------------------------------------------------------------------------------
+
+WHOLE = 2 * decayed_state.SEQUENCE_BLOCK + 9  # tokens of a sequence: three blocks
+WEAK = 0.02  # of decays, so that a block depends on the one before
+
+
+def of_sequences(kept: Kept, count: int, length: int) -> KeptSequences:
+    """What a layer keeps of `count` sequences of `length` tokens, before it has written anything."""
+    sizes = BlockSizes(length, kv_heads=2, head_dim=4, dtype="float32", row=4)
+    return KeptSequences(kept, sizes, count, Pages())
+
+
+def outputs_of(inputs: Inputs, length: int) -> jax.Array:
+    """[B, L, N, D] of B sequences of L tokens, one behind the other."""
+    count = len(inputs.decay) // length
+    kept = of_sequences(SIZES.kept(INPUT), count, length)
+    batch = packed(jnp.zeros((count, length), jnp.int32))
+    _, outputs = decayed_state.run(kept, SIZES, inputs, batch)
+    return outputs.reshape(count, length, *outputs.shape[1:])
+
+
+def by_definition(inputs: Inputs, length: int) -> jax.Array:
+    """The same, token by token."""
+    group = SIZES.heads // SIZES.key_heads
+
+    def next_token(state: jax.Array, token: Inputs) -> tuple[jax.Array, jax.Array]:
+        key, query = (x.repeat(group, 0) for x in (token.key, token.query))
+        state = state * jnp.exp(token.decay)[:, None, None]
+        update = token.value
+        if token.rate is not None:
+            update = token.rate[:, None] * (update - jnp.einsum("hed,he->hd", state, key))
+        state = state + key[:, :, None] * update[:, None]
+        return state, jnp.einsum("hed,he->hd", state, query)
+
+    start = jnp.zeros((SIZES.heads, SIZES.key_dim, SIZES.value_dim))
+    split = jax.tree.map(lambda x: jnp.reshape(x, (-1, length, *x.shape[1:])), inputs)
+    return jax.vmap(lambda sequence: jax.lax.scan(next_token, start, sequence)[1])(split)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba"])
+def test_whole_sequences_have_the_recurrence_and_its_gradients(delta):
+    rng = np.random.default_rng(3)
+    drawn = [drawn_inputs(rng, WHOLE, delta=delta) for _ in range(2)]
+    drawn = [inputs._replace(decay=WEAK * inputs.decay) for inputs in drawn]
+    inputs = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *drawn)
+    weights = rng.standard_normal((2, WHOLE, SIZES.heads, SIZES.value_dim)).astype(np.float32)
+
+    def total(inputs: Inputs, outputs: Any) -> tuple[jax.Array, jax.Array]:
+        y = outputs(inputs, WHOLE)
+        return (y * weights).sum(), y
+
+    results = [
+        jax.jit(jax.value_and_grad(lambda x, run=run: total(x, run), has_aux=True))(inputs)
+        for run in (outputs_of, by_definition)
+    ]
+    ((_, y), gradient), (_, expected_gradient) = results
+    chex.assert_trees_all_close(y, np.stack([recurrence(x) for x in drawn]), atol=3e-4)
+    for x, expected in zip(
+        jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True
+    ):
+        scale = np.abs(expected).max()
+        assert scale > 0.1, "the sum hardly depends on it: the comparison is blind"
+        chex.assert_trees_all_close(x / scale, expected / scale, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 3, decayed_state.SEQUENCE_BLOCK])
+def test_sequences_of_a_block_or_less_are_whole_too(length):
+    drawn = [drawn_inputs(np.random.default_rng(i), length, delta=True) for i in range(2)]
+    inputs = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *drawn)
+    y = jax.jit(outputs_of, static_argnums=1)(inputs, length)
+    chex.assert_trees_all_close(y, np.stack([recurrence(x) for x in drawn]), atol=1e-4)
+
+
+def test_whole_sequences_are_read_and_written_as_pages_of_one_block_each():
+    """So a mixer of one's own needs no other code for them."""
+    count, length = 3, 8
+    kept = Kept(
+        tokens={
+            "a": jax.ShapeDtypeStruct((7,), jnp.dtype("float32")),
+            "b": jax.ShapeDtypeStruct((3, 2), jnp.dtype("bfloat16")),
+        },
+        blocks={"state": jax.ShapeDtypeStruct((5,), jnp.dtype("float32"))},
+    )
+    whole = of_sequences(kept, count, length)
+    num_pages = pages_needed(kept, whole.sizes)
+    tables = 1 + np.arange(num_pages * count, dtype=np.int32).reshape(num_pages, count, 1)
+    slots = tables * length + np.arange(length, dtype=np.int32)
+    arrays = Pages(
+        {
+            name: jnp.zeros((num_pages * count + 1, *shape.shape))
+            for name, shape in kv_pages(whole.sizes).items()
+        }
+    )
+    layer_tables = LayerTables(jnp.asarray(slots.reshape(num_pages, -1)), jnp.asarray(tables))
+    pages = KeptPages(kept, whole.sizes, arrays, layer_tables)
+    rng = np.random.default_rng(0)
+    of_a, of_b, of_blocks = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((count * length, 7), (count * length, 3, 2), (2, 5))
+    )
+    rows = jnp.array([2, 0, 2, 1])
+    zeros = jnp.zeros(2, jnp.int32)
+
+    def results(kept: KeptNumbers) -> list[jax.Array]:
+        blank = kept.blocks("state", jnp.arange(count), jnp.zeros(count, jnp.int32))
+        kept = kept.with_tokens("a", of_a).with_tokens("b", of_b)
+        kept = kept.with_blocks("state", jnp.array([2, 0]), zeros, of_blocks)
+        return [
+            blank,
+            kept.tokens("a", rows, jnp.array([7, 0, 3, -2])),
+            kept.block_tokens("b", rows[:2], zeros),
+            kept.blocks("state", jnp.arange(count), jnp.zeros(count, jnp.int32)),
+        ]
+
+    chex.assert_trees_all_equal(jax.jit(lambda: results(whole))(), jax.jit(lambda: results(pages))())
 
 
 def test_numbers_of_8_bits_are_refused():

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import cache
-from pagedjax.device.models import Decoder, for_context
+from pagedjax.device.models import Decoder, Model, for_context
 from pagedjax.device.models.decoder import Block, DecoderConfig
+from pagedjax.device.score import score
 from pagedjax.weights.architectures import FAMILIES, normalised
 from pagedjax.weights.convert import convert
 from tests.device.test_llama import CHUNKED, PROMPTS, all_logits, chosen
@@ -381,6 +383,15 @@ CONVERTED = (
     "GLM-4.5",
     "GPT-OSS",
 )
+WITHOUT_ATTENTION = (  # in some of their layers
+    "LFM2",
+    "LFM2, biases, an MLP of an adjusted width",
+    "Qwen3.5",
+    "Qwen3-Next",
+    "Granite 4 Hybrid",
+    "Granite 4 Hybrid, rotated, biases, limits",
+    "Granite 4 Hybrid with experts",
+)
 IN_16_BITS = (
     "Qwen3-Next",  # of Qwen3.5 MoE, 16 bits choose other experts for some tokens, as of groups of V3
     "Granite 4 Hybrid with experts",
@@ -481,6 +492,51 @@ def test_transformers_reads_what_convert_writes(saved, tmp_path):
         chex.assert_trees_all_close(
             their_logits(again, prompt), their_logits(theirs, prompt), atol=1e-5
         )
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("saved", WITHOUT_ATTENTION, indirect=True)
+def test_whole_sequences_have_the_scores_and_gradients_of_transformers(saved, tmp_path):
+    """The gradients of all parameters, which a file has as it has parameters."""
+    import torch
+
+    folder, theirs = saved
+    tokens = np.random.default_rng(8).integers(3, 320, (2, 90))  # more than a block of a state
+    weights = np.linspace(0.5, 1.5, tokens.size, dtype=np.float32).reshape(tokens.shape)
+    weights[:, 0] = 0
+    ids = torch.from_numpy(tokens)
+    logprobs = torch.log_softmax(theirs(ids, use_cache=False).logits[:, :-1], -1)
+    chosen_logprobs = logprobs.gather(-1, ids[:, 1:, None])[..., 0]
+    theirs.zero_grad()
+    (chosen_logprobs * torch.from_numpy(weights[:, 1:])).sum().backward()
+    of_gradients = deepcopy(theirs)
+    with torch.no_grad():
+        for parameter in of_gradients.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+    theirs.zero_grad()
+    of_gradients.save_pretrained(tmp_path / "gradients")
+    write_tokenizer(tmp_path / "gradients", 320)
+
+    def parts(model: Model) -> Any:
+        return nnx.split(nnx.merge(model.graphdef, model.params), nnx.Param, ...)
+
+    graphdef, params, constants = parts(load_model(folder, linear_impl="xla").model)
+
+    def total(params: Any) -> Any:
+        scored = score(nnx.merge(graphdef, params, constants), tokens)
+        return (scored * weights).sum(), scored
+
+    (_, scored), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    expected = np.pad(chosen_logprobs.detach().numpy(), ((0, 0), (1, 0)))
+    chex.assert_trees_all_close(scored, expected, atol=3e-4, rtol=0)
+    their_gradient = parts(load_model(tmp_path / "gradients", linear_impl="xla").model)[1]
+    scale = jax.tree.map(lambda x: np.abs(x).max(), their_gradient)
+    assert min(jax.tree.leaves(scale)) > 0.01, "a parameter hardly matters"
+    by_scale = [
+        jax.tree.map(lambda x, s: np.asarray(x) / s, tree, scale)
+        for tree in (gradient, their_gradient)
+    ]
+    chex.assert_trees_all_close(*by_scale, atol=2e-3, rtol=0)
 
 
 @pytest.mark.oracle

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import pagedjax.engine.step as engine_step
+from experiments.training import train_draft
 from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps
 from pagedjax.device.adapters import adapted
 from pagedjax.device.draft_model import of_decoder
 from pagedjax.device.models import assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
-from pagedjax.device.models.eagle import eagle_config
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
@@ -27,10 +28,12 @@ from pagedjax.host import scheduler
 from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import find
 from pagedjax.host.replay import replay
-from pagedjax.host.types import HOLE, Request
+from pagedjax.host.types import HOLE, Request, StepResult, Verified
 from pagedjax.options.config import EngineConfig, Speculative
-from pagedjax.weights.trained import nested
-from tests.engine.runs import check_idle, greedy, small_llm
+from pagedjax.weights.draft_model import write_eagle
+from pagedjax.weights.tree import named, nested
+from tests.device.test_llama import chosen
+from tests.engine.runs import check_idle, greedy, sampled, small_llm, steps
 from tests.refusals import refused
 
 DELTA = GatedDelta(length=3, heads=4, key_heads=2, key_dim=8, value_dim=12)
@@ -114,6 +117,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "no lookahead": {"block_size": 8, "lookahead": 0},
     "two devices": {"block_size": 8, "mesh": {"tensor": 2}},
+    "a draft model": {"block_size": 4, "max_num_batched_tokens": 24, "num_blocks": 20},
+    "a draft head": {"block_size": 8, "max_num_batched_tokens": 32},
 }
 
 
@@ -127,11 +132,112 @@ def test_tokens_of_a_request_do_not_depend_on_its_company(loaded):
     check_same([(branch.token_ids, branch.cumulative_logprob) for branch in alone], together)
 
 
+@pytest.fixture(scope="module")
+def drafters(loaded, tiny_folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """By case, a drafter of the device: a model of attention alone, and a head for this model."""
+    ids = np.arange(0, 320, 2)
+    params = train_draft.initial(loaded.model, ids, 1)[1]
+    folder = tmp_path_factory.mktemp("drafters") / "head"
+    head = write_eagle(folder, loaded.model.config, ids.tolist(), params)
+    return {
+        "a draft model": {"method": "draft", "model": str(tiny_folder), "num_tokens": 3},
+        "a draft head": {"method": "eagle", "model": str(head), "num_tokens": 3},
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, expected):
-    llm = small_llm(loaded, **CASES[name])
+def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, drafters, expected):
+    options = CASES[name]
+    if name in drafters:
+        options = options | {"speculative": drafters[name]}
+    llm = small_llm(loaded, **options)
     check_same(tokens_of(llm, rounds=2), expected * 2)
+
+
+# draft models -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def near(tiny) -> Any:
+    """The tiny model and layers without attention between its own, which change little: so it
+    drafts well for this model, and not always.
+    """
+    mixers = DELTA, MAMBA, ShortConv(3)
+    first, second, third = (LayerKind(mixer=mixer) for mixer in mixers)
+    config = replace(tiny.model.config, kinds=(first, LayerKind(), second, LayerKind(), third))
+    values = named(random_parameters(config))
+    for layer in (0, 2, 4):
+        for matrix in ("attn.out", "mlp.down"):
+            values[f"blocks.{layer}.{matrix}.weight"] *= 0.1
+    for name, x in named(tiny.model.params).items():
+        own_name = name.replace("blocks.1.", "blocks.3.").replace("blocks.0.", "blocks.1.")
+        values[own_name] = x
+    return replace(tiny, model=assemble(config, nested(values), "float32"))
+
+
+def results_of(llm: LLM) -> list[StepResult]:
+    """Two greedy requests and two that are sampled."""
+    for i, prompt in enumerate(prompts()):
+        params = greedy(20)
+        if i % 2:
+            params = SamplingParams(temperature=1.0, seed=i, max_tokens=20, ignore_eos=True)
+        llm.engine.add(f"r{i}", prompt, params)
+    return list(steps(llm.engine))
+
+
+def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_folder, monkeypatch):
+    """Its drafts are what it says alone, although the other layers give blocks back."""
+    drafted: list[tuple[list[int], list[int]]] = []
+    original = engine_step.run_drafter
+
+    def watched(runtime, sequences, cache, plan):
+        result = original(runtime, sequences, cache, plan)
+        for seq, length, k in zip(plan.seqs, plan.lengths, plan.drafts, strict=True):
+            if k and seq.request_id in ("r0", "r2"):  # they are greedy
+                tokens = sequences[seq.request_id].tokens.tolist()
+                drafted.append((tokens[:length], tokens[length : length + k]))
+        return result
+
+    monkeypatch.setattr(engine_step, "run_drafter", watched)
+    options = {"method": "draft", "model": str(tiny_folder), "num_tokens": 3, "adaptive": False}
+    llm = small_llm(near, block_size=4, speculative=options)
+    config = llm.engine.scheduler_state.config
+    assert config.views == (View(),) + (View(2),) * (config.groups - 1)
+    results = results_of(llm)
+    assert sampled(results) == sampled(results_of(small_llm(near, block_size=4)))
+    verified = [event for result in results for event in result.events if type(event) is Verified]
+    drafts = sum(sum(event.drafts) for event in verified)
+    accepted = sum(sum(event.accepted) for event in verified)
+    assert 0.3 * drafts < accepted < drafts, "accepted and rejected drafts are both to be seen"
+    assert max(len(context) for context, _ in drafted) > 40
+    alone = tiny_llm.generate([context for context, _ in drafted], greedy(3))
+    for output, (_, drafts_of_row) in zip(alone, drafted, strict=True):
+        assert list(output.outputs[0].token_ids[: len(drafts_of_row)]) == drafts_of_row
+
+
+# whole sequences ----------------------------------------------------------------------------------
+
+
+def test_scores_are_the_engines_log_probabilities(loaded):
+    """Of texts of several lengths, one of which has more tokens than a block of the recurrence."""
+    texts = [*prompts(), np.random.default_rng(7).integers(3, 320, 80).tolist()]
+    llm = small_llm(loaded, block_size=4)
+    outputs = llm.generate(texts, greedy(6, logprobs=0, prompt_logprobs=0))
+    tokens = np.full((len(texts), 86), 7)
+    expected = np.zeros(tokens.shape, np.float32)
+    lengths = []
+    for i, output in enumerate(outputs):
+        branch = output.outputs[0]
+        text = [*output.prompt_token_ids, *branch.token_ids]
+        assert output.prompt_logprobs
+        entries = [*output.prompt_logprobs[1:], *(branch.logprobs or ())]
+        tokens[i, : len(text)] = text
+        expected[i, 1 : len(text)] = chosen(text[1:], entries)
+        lengths.append(len(text))
+    module = nnx.merge(loaded.model.graphdef, loaded.model.params)
+    scored = score(module, tokens, np.array(lengths))
+    chex.assert_trees_all_close(scored, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -262,15 +368,15 @@ def test_what_such_a_model_cannot_have_is_refused(name, loaded):
         small_llm(loaded, **options)
 
 
-def test_draft_models_and_heads_of_such_layers_and_beside_them_are_refused(loaded, tiny):
+def test_draft_models_of_such_layers_and_beside_them_alone_are_refused(loaded, tiny):
     with refused(r"the draft model has layers without attention \(ShortConv\), .* use one with"):
         of_decoder(loaded.model)
-    with refused(r"layers without attention \(ShortConv\), beside which no draft head runs yet"):
-        eagle_config(loaded.model.config, 100)
     options = Speculative(method="draft", model="x")
     config = EngineConfig(speculative=options, num_blocks=8, max_model_len=64)
-    with refused("beside which no draft model or head runs yet; use speculative.method='ngram'"):
-        resolve(config, loaded.model, draft=of_decoder(tiny.model))
+    mixers_alone = replace(loaded.model.config, kinds=(KINDS[0], KINDS[2]))
+    model = loaded.model._replace(config=mixers_alone)
+    with refused("alone, whose blocks are given back, .*; use speculative.method='ngram'"):
+        resolve(config, model, draft=of_decoder(tiny.model))
 
 
 def test_adapters_are_for_attention_and_mlps(loaded):
@@ -279,10 +385,7 @@ def test_adapters_are_for_attention_and_mlps(loaded):
     assert names[1] == {"attn.qkv", "attn.out", "mlp.up", "mlp.down"}
 
 
-def test_whole_sequences_and_taps_of_such_layers_are_refused(loaded):
-    model = loaded.model
-    with refused("run with a cache alone"):
-        score(nnx.merge(model.graphdef, model.params), np.array([[1, 2, 3]]))
+def test_taps_of_the_attention_of_such_layers_are_refused(loaded):
     llm = small_llm(loaded)
     with refused("layer 0, which has no attention; those with attention are 1"):
         llm.generate(prompts()[:1], greedy(1, taps=Taps(attention=((0, (0,)),))))
