@@ -65,14 +65,14 @@ def cache_plan(config: EngineConfig, shape: Shape) -> CachePlan:
     no_arrays: Any = None
     model = Model(decoder, no_arrays, no_arrays, config.dtype or "bfloat16")
     geometry.check_layers(config, model)
-    layout = geometry.layers_in_groups(config, model)
+    layouts = geometry.layers_in_groups(config, model)
     kv_dtype = config.kv_cache_dtype or model.dtype
-    block = geometry.block_shape(config.block_size, model, kv_dtype, layout=layout)
+    block = geometry.block_shape(config.block_size, model, kv_dtype, layouts=layouts)
     views = geometry.views(config, model)
     num_bytes = cache.block_bytes(**block) - cache.TOKEN_BYTES * config.block_size
     return CachePlan(
         views=views,
-        block_bytes=num_bytes * (len(layout.windows) if layout else 1),
+        block_bytes=num_bytes * layouts.groups,
         layers=block["layers"],
         shares_filling=not geometry.keeps_states(model),
         shape=shape,

@@ -128,6 +128,8 @@ class DraftBatch(NamedTuple):
     # [R] i32: for each sample of the step that verifies the drafts, i * B + b if its draft is the
     # draft i of row b; R is 0 if the probabilities of drafts are not wanted
     samples: Any
+    # [B, M] i32 of each group behind the first, if the drafter has groups of layers
+    group_tables: tuple[Any, ...] = ()
 
 
 class StepShape(NamedTuple):
@@ -162,6 +164,7 @@ class Shapes(NamedTuple):
     # of a KV policy: a `host.kv_policies.View` with a window
     view: tuple[int, tuple[int, ...]] | None = None
     layout: LayerGroups | None = None  # of several groups of layers
+    draft_layout: LayerGroups | None = None  # of a draft model with layers of several groups
     selection: Selection | None = None  # of a KV policy
     # T of the steps that have a program of their own for decodes alone
     decode_buckets: tuple[int, ...] = ()

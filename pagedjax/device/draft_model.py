@@ -10,8 +10,9 @@ models/eagle.py). Both do two things:
 What `observe` writes into a slot depends on the tokens up to that slot only, as keys and values do.
 So a block can be shared, copied, swapped and found again with the drafter's part in it.
 
-If the model's layers have several block tables, all layers of a drafter have the first one. It has
-the blocks of all tokens.
+If the model's layers have several block tables, all layers of a drafter have the first one, which
+has the blocks of all tokens. A draft model that has layers without attention has groups of its own
+behind the model's (`layer_groups.beside`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from flax import nnx
 from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import DraftPages, KVCache
-from pagedjax.device.extras import GroupTables
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.models.eagle import Eagle, EagleConfig
@@ -92,8 +92,7 @@ def of_decoder(model: Model) -> DraftModel:
     different sizes.
 
     Raises:
-        ValueError: it is on a mesh (a drafter has a copy on each device), keeps latents, or has
-            layers without attention.
+        ValueError: it is on a mesh (a drafter has a copy on each device), or keeps latents.
     """
     if model.placement:
         raise ValueError(
@@ -103,13 +102,6 @@ def of_decoder(model: Model) -> DraftModel:
         raise ValueError(
             f"the draft model keeps latents (rows of {model.config.latent.row} numbers), and the "
             "pages of a draft model are keys and values; use one with usual attention, or "
-            "speculative.method='ngram'"
-        )
-    mixers = [type(kind.mixer).__name__ for kind in model.config.kinds if kind.mixer]
-    if mixers:
-        raise ValueError(
-            f"the draft model has layers without attention ({mixers[0]}), and its pages are keys "
-            "and values in the model's blocks; use one with attention in all layers, or "
             "speculative.method='ngram'"
         )
     return DraftModel(
@@ -129,7 +121,6 @@ def _run(
 ) -> tuple[DraftPages, jax.Array]:
     # the model may have sampled an id that pads its vocabulary, for which the drafter has no row
     batch = batch._replace(tokens=jnp.minimum(batch.tokens, draft.config.vocab_size - 1))
-    batch = batch.without(GroupTables)
     cache, hidden, _ = draft.hidden(KVCache(pages.k, pages.v, jnp.zeros(())), batch, attend)
     return pages._replace(k=cache.k, v=cache.v), hidden
 

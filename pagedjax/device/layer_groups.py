@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -82,3 +82,23 @@ def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
         attention=tuple([layer.attention for layer in layers]),
         size=size,
     )
+
+
+def beside(layout: LayerGroups, draft: LayerGroups) -> tuple[LayerGroups, LayerGroups]:
+    """The groups of a model, and those of a draft model with arrays of its own, in one numbering.
+
+    The draft model's groups are behind the model's. Its first group is the model's first one if it
+    is of attention alone, and no block of both is given back.
+    """
+    of_first = [
+        attention
+        for (group, _), attention in zip(draft.places, draft.attention, strict=True)
+        if group == 0
+    ]
+    shared = int(all(of_first) and draft.windows[0] is None and layout.windows[0] is None)
+    shift = len(layout.windows) - shared
+    windows = (*layout.windows, *draft.windows[shared:])
+    places = tuple(
+        [(group + shift if group >= shared else 0, array) for group, array in draft.places]
+    )
+    return replace(layout, windows=windows), replace(draft, windows=windows, places=places)

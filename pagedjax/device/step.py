@@ -6,6 +6,7 @@ The cache is donated to the programs that change it; `out_of_cache` only reads i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from pagedjax.device.batch import Batch, DraftBatch, OneTransfer, SamplingBatch,
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before, fitted
-from pagedjax.device.extras import Drafted, Feed
+from pagedjax.device.extras import Drafted, Feed, GroupTables
+from pagedjax.device.layer_groups import LayerGroups
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import samples_of
 from pagedjax.device.placement import whole_rows
@@ -69,10 +71,22 @@ class DraftOutput(NamedTuple):
 
 
 class BoundDraftModel(NamedTuple):
-    """A drafter on the device as the programs use it: the model, and its attention."""
+    """A drafter on the device as the programs use it: the model, its attention, and its groups of
+    layers; None: all of its layers have the first block table.
+    """
 
     model: DraftModel
     attend: Attend
+    layout: LayerGroups | None = None
+
+    def batch(self, batch: Batch) -> Batch:
+        """A step's batch as the drafter's layers see it."""
+        groups = batch.extra(GroupTables)
+        if groups is None:
+            return batch
+        if self.layout is None:
+            return batch.without(GroupTables)
+        return batch.having(replace(groups, layout=self.layout))
 
 
 def _modules(
@@ -186,7 +200,8 @@ def _observe(
     """
     assert cache.draft is not None
     outputs = outputs[: len(bound.model.taps)]
-    pages = bound.model.observe(drafter, model, cache.draft, batch, outputs, bound.attend)
+    seen = bound.batch(batch)
+    pages = bound.model.observe(drafter, model, cache.draft, seen, outputs, bound.attend)
     return cache._replace(draft=pages)
 
 
@@ -310,7 +325,13 @@ def make_draft(
             probs=jnp.zeros((num_drafts, rows, vocabulary)) if probs else None,
         )
         draft_token = partial(
-            _draft_token, batch=batch, next_logits=next_logits, key=key, tile=tile, chain=chain
+            _draft_token,
+            batch=batch,
+            layout=bound.layout,
+            next_logits=next_logits,
+            key=key,
+            tile=tile,
+            chain=chain,
         )
         end = jax.lax.fori_loop(0, batch.counts.max(), draft_token, start)
         drafts_probs = end.probs
@@ -345,6 +366,7 @@ def _draft_token(
     state: DraftState,
     *,
     batch: DraftBatch,
+    layout: LayerGroups | None,
     next_logits: Callable[[Any, Batch, Any], tuple[Any, Any, jax.Array]],
     key: jax.Array,
     tile: int | None,
@@ -353,9 +375,10 @@ def _draft_token(
     """Draw draft i of each row.
 
     Args:
+        layout: as in `BoundDraftModel`.
         next_logits: (pages, batch of one token a row, features) -> (pages, features, logits).
     """
-    step = _one_token_each(i, state, batch)
+    step = _one_token_each(i, state, batch, layout)
     cached_tokens = write_tokens(state.cached_tokens, state.tokens, step.slots)
     pages, features, logits = next_logits(state.pages, step, state.features)
     sampling = step.sampling
@@ -378,7 +401,9 @@ def _draft_token(
     )
 
 
-def _one_token_each(i: jax.Array, state: DraftState, batch: DraftBatch) -> Batch:
+def _one_token_each(
+    i: jax.Array, state: DraftState, batch: DraftBatch, layout: LayerGroups | None
+) -> Batch:
     """The step of the drafter that computes the newest token of each row, for draft i.
 
     A row that has all of its drafts repeats its last position, and writes to the trash block.
@@ -387,8 +412,16 @@ def _one_token_each(i: jax.Array, state: DraftState, batch: DraftBatch) -> Batch
     needs_draft = i < batch.counts
     positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
     entry = (positions // size)[:, None]
-    block = jnp.take_along_axis(batch.block_tables, entry, axis=1)[:, 0]
-    slots = jnp.where(needs_draft, block * size + positions % size, 0)
+
+    def slots_in(tables: jax.Array) -> jax.Array:
+        block = jnp.take_along_axis(tables, entry, axis=1)[:, 0]
+        return jnp.where(needs_draft, block * size + positions % size, 0)
+
+    slots = slots_in(batch.block_tables)
+    extras: tuple[GroupTables, ...] = ()
+    if layout is not None:
+        slots_of_groups = tuple([slots_in(tables) for tables in batch.group_tables])
+        extras = (GroupTables(layout, slots_of_groups, batch.group_tables),)
     row_starts = jnp.arange(len(batch.tokens) + 1, dtype=jnp.int32)
     sampling = batch.sampling._replace(position=batch.sampling.position + i)
     return Batch(
@@ -402,6 +435,7 @@ def _one_token_each(i: jax.Array, state: DraftState, batch: DraftBatch) -> Batch
         sampled_row=row_starts[:-1],
         targets=None,
         sampling=sampling,
+        extras=extras,
     )
 
 

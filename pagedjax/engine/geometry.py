@@ -12,9 +12,10 @@ from pagedjax.device import attention, cache, memory
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.extras import Selection
 from pagedjax.device.invariance import check_batch_invariant
-from pagedjax.device.layer_groups import LayerGroups, LayerPages, layer_groups
+from pagedjax.device.layer_groups import LayerGroups, LayerPages, beside, layer_groups
 from pagedjax.device.models import Model, split
 from pagedjax.device.models.decoder import Block, DecoderConfig, LayerKind
+from pagedjax.device.models.mixers.mixer import Mixer
 from pagedjax.device.step import zeros
 from pagedjax.host import blocks, kv_policies
 from pagedjax.host.kv_policies import View
@@ -22,10 +23,29 @@ from pagedjax.host.reservation import table_width
 from pagedjax.options.config import EngineConfig, KVPolicyOptions, Resolved
 
 
+class Layouts(NamedTuple):
+    """Groups of layers with block tables of their own, in one numbering.
+
+    model: of the model's layers; None: all of them have one table, and all layers of a drafter.
+    draft: of a draft model's layers; None: all of them have the first table.
+    """
+
+    model: LayerGroups | None = None
+    draft: LayerGroups | None = None
+
+    @property
+    def groups(self) -> int:
+        """Blocks of the cache for each block of tokens."""
+        return len(self.model.windows) if self.model else 1
+
+
+ONE_TABLE = Layouts()
+
+
 class Geometry(NamedTuple):
     """What the blocks of a cache look like, and who sees them.
 
-    layout: groups of layers with block tables of their own; None: all layers have one table.
+    layouts: groups of layers with block tables of their own.
     views: what queries see, by group of layers; () if all of them see everything.
     selection: what queries read of what they see; None: all of it.
     block: the shape of a block on one device, as the arguments of `cache.init`.
@@ -33,7 +53,7 @@ class Geometry(NamedTuple):
     keeps_states: whether a layer keeps numbers of blocks, which a step reads before it writes any.
     """
 
-    layout: LayerGroups | None
+    layouts: Layouts
     views: tuple[View, ...]
     selection: Selection | None
     block: dict[str, Any]
@@ -43,7 +63,7 @@ class Geometry(NamedTuple):
     @property
     def groups(self) -> int:
         """Blocks of the cache for each block of tokens."""
-        return len(self.layout.windows) if self.layout else 1
+        return self.layouts.groups
 
     @property
     def block_bytes(self) -> int:
@@ -107,28 +127,31 @@ def geometry(
     Raises:
         ValueError: see `views` and `selection_of`.
     """
-    layout = layers_in_groups(config, model)
+    layouts = layers_in_groups(config, model, draft)
     selection = selection_of(config, model)
     devices_of_processes = Counter(device.process_index for device in devices_of(model))
     most_devices = max(devices_of_processes.values())
-    groups = len(layout.windows) if layout else 1
     host_block = block_shape(
-        config.block_size, model, kv_dtype, None, draft, layout, selection, most_devices
+        config.block_size, model, kv_dtype, None, draft, layouts, selection, most_devices
     )
     return Geometry(
-        layout=layout,
-        views=views(config, model),
+        layouts=layouts,
+        views=views(config, model, draft),
         selection=selection,
-        block=block_shape(config.block_size, model, kv_dtype, impl, draft, layout, selection),
-        host_block_bytes=cache.block_bytes(**host_block) * groups,
-        keeps_states=keeps_states(model),
+        block=block_shape(config.block_size, model, kv_dtype, impl, draft, layouts, selection),
+        host_block_bytes=cache.block_bytes(**host_block) * layouts.groups,
+        keeps_states=keeps_states(model, draft),
     )
 
 
-def keeps_states(model: Model) -> bool:
+def keeps_states(model: Model, draft: DraftModel | None = None) -> bool:
     """Whether a layer keeps numbers of blocks."""
+    parts = [model.part] if draft is None else [model.part, draft.layers]  # of one dtype
     return any(
-        kind.mixer.kept(model.part, model.dtype).blocks for kind in model.config.kinds if kind.mixer
+        kind.mixer.kept(part, model.dtype).blocks
+        for part in parts
+        for kind in part.kinds
+        if kind.mixer
     )
 
 
@@ -141,24 +164,32 @@ def devices_of(model: Model) -> list[Any]:
     return model.placement.devices if model.placement else jax.local_devices()[:1]
 
 
-def layers_in_groups(config: EngineConfig, model: Model) -> LayerGroups | None:
-    """The groups of layers with block tables of their own; None: all layers have one table.
+def layers_in_groups(
+    config: EngineConfig, model: Model, draft: DraftModel | None = None
+) -> Layouts:
+    """The groups of layers with block tables of their own.
 
     Args:
         config: a configuration whose max_model_len is known. A window as long as the longest
             sequence counts as none.
     """
-    layers = _layers(config, model)
-    if len({layer.window for layer in layers}) == 1 and all(layer.attention for layer in layers):
-        return None
-    return layer_groups(layers)
+    layers = _layers(config, model.part, model.dtype)
+    are_alike = len({layer.window for layer in layers}) == 1 and all(
+        layer.attention for layer in layers
+    )
+    if draft is None or not _mixers(draft.layers):
+        return Layouts(None if are_alike else layer_groups(layers))
+    layers_of_draft = _layers(config, draft.layers, draft.dtype)
+    return Layouts(*beside(layer_groups(layers), layer_groups(layers_of_draft)))
 
 
-def check_layers(config: EngineConfig, model: Model) -> None:
-    """Raises ValueError for options that a model with layers of its kinds cannot have."""
+def check_layers(config: EngineConfig, model: Model, draft: DraftModel | None = None) -> None:
+    """Raises ValueError for options that a model, or a draft model, with layers of its kinds cannot
+    have.
+    """
     if config.batch_invariant:
         check_batch_invariant(model.config)
-    _check_mixers(config, model)
+    _check_mixers(config, model, draft)
     _check_latents(config, model)
 
 
@@ -174,20 +205,40 @@ def _check_latents(config: EngineConfig, model: Model) -> None:
         )
 
 
-def _check_mixers(config: EngineConfig, model: Model) -> None:
-    mixers = [kind.mixer for kind in model.config.kinds if kind.mixer]
+def _mixers(c: DecoderConfig) -> list[Mixer]:
+    return [kind.mixer for kind in c.kinds if kind.mixer]
+
+
+def _check_mixers(config: EngineConfig, model: Model, draft: DraftModel | None) -> None:
+    mixers = _mixers(model.config)
+    if draft is not None and _mixers(draft.layers):
+        name = type(_mixers(draft.layers)[0]).__name__
+        _check_options(config, f"the draft model has layers without attention ({name})")
     if not mixers:
         return
     subject = f"the model has layers without attention ({type(mixers[0]).__name__})"
-    if config.is_baseline:
-        raise ValueError(
-            f"{subject}, and a baseline keeps every block in one table; leave reservation, "
-            "chunked_prefill and mixed_steps at their defaults"
-        )
     if _has_draft_model(config) and len(mixers) == model.config.layers:
         raise ValueError(
             f"{subject} alone, whose blocks are given back, and a draft model reads the blocks of "
             "all tokens; use speculative.method='ngram', or no drafts"
+        )
+    _check_options(config, subject)
+    block = model.config.block
+    if block is not None and block.pages is not Block.pages:
+        raise ValueError(
+            f"{subject}, which are kept in pages of keys and values, and block {block.__name__} "
+            "has other pages; give the layer's kind a mixer of your own in its place"
+        )
+
+
+def _check_options(config: EngineConfig, subject: str) -> None:
+    """Raises ValueError for options that no layer without attention can have. subject: who has
+    such layers, for the message.
+    """
+    if config.is_baseline:
+        raise ValueError(
+            f"{subject}, and a baseline keeps every block in one table; leave reservation, "
+            "chunked_prefill and mixed_steps at their defaults"
         )
     if isinstance(config.kv_policy, KVPolicyOptions):
         raise ValueError(
@@ -199,15 +250,11 @@ def _check_mixers(config: EngineConfig, model: Model) -> None:
             f"{subject}, whose numbers stay as they are, and kv_cache_dtype is "
             f"{config.kv_cache_dtype!r}, whose pages would not become smaller; leave it out"
         )
-    block = model.config.block
-    if block is not None and block.pages is not Block.pages:
-        raise ValueError(
-            f"{subject}, which are kept in pages of keys and values, and block {block.__name__} "
-            "has other pages; give the layer's kind a mixer of your own in its place"
-        )
 
 
-def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
+def views(
+    config: EngineConfig, model: Model, draft: DraftModel | None = None
+) -> tuple[View, ...]:
     """What queries see, by group of layers; () if all of them see everything.
 
     Raises:
@@ -223,9 +270,9 @@ def views(config: EngineConfig, model: Model) -> tuple[View, ...]:
                 f"{short_windows} tokens, which are its own policy; use kv_policy='full'"
             )
         return kv_policies.views(config, table_width(config, length))
-    layout = layers_in_groups(config, model)
+    layout = layers_in_groups(config, model, draft).model
     if layout is None:
-        window = _layers(config, model)[0].window
+        window = _layers(config, model.part, model.dtype)[0].window
         if window is None:
             return ()
         windows_of_groups: tuple[int | None, ...] = (window,)
@@ -275,19 +322,23 @@ def selection_of(config: EngineConfig, model: Model) -> Selection | None:
     return Selection(count, top.dense_layers, top.dense_prompts) if count < width else None
 
 
-def _layers(config: EngineConfig, model: Model) -> list[LayerPages]:
+def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[LayerPages]:
     """For each layer, the window before which blocks are given back (None: no block is), and how
     many pages it has.
 
     The window is None for all layers if a baseline reads those blocks, or if the user keeps them.
-    It is None for all layers of attention if a draft model reads those blocks: it has the table of
-    the first group.
+    It is None for all layers of attention if there is a draft model, whose attention has the table
+    of the first group.
+
+    Args:
+        part: of a model or a draft model, what one device has. dtype: of its activations.
     """
     width = table_width(config, _max_model_len(config))
     keeps_all = config.is_baseline or not config.free_window_blocks
-    part = model.part
-    dtype = config.kv_cache_dtype or model.dtype  # of as many bytes as that of the pages
-    sizes = cache.BlockSizes(config.block_size, part.kv_heads, part.head_dim, dtype, part.head_dim)
+    page_dtype = config.kv_cache_dtype or dtype  # of as many bytes as that of the pages
+    sizes = cache.BlockSizes(
+        config.block_size, part.kv_heads, part.head_dim, page_dtype, part.head_dim
+    )
 
     def freeing_window(window: int | None) -> int | None:
         if keeps_all or not window:
@@ -297,15 +348,15 @@ def _layers(config: EngineConfig, model: Model) -> list[LayerPages]:
     def pages_of(kind: LayerKind) -> LayerPages:
         if kind.mixer is None:
             return LayerPages(None if _has_draft_model(config) else freeing_window(kind.window))
-        pages = kind.mixer.pages(part, sizes, model.dtype)
+        pages = kind.mixer.pages(part, sizes, dtype)
         window = freeing_window(kind.mixer.window(config.block_size))
         return LayerPages(window, pages, attention=False)
 
-    return [pages_of(kind) for kind in model.config.kinds]
+    return [pages_of(kind) for kind in part.kinds]
 
 
 def _has_draft_model(config: EngineConfig) -> bool:
-    """Whether a model or a head drafts, with pages in the blocks of the model's attention."""
+    """Whether a model or a head drafts, whose attention has pages in blocks of the model's."""
     return config.speculative is not None and config.speculative.on_device
 
 
@@ -320,7 +371,7 @@ def block_shape(
     dtype: str,
     impl: str | None = None,
     draft: DraftModel | None = None,
-    layout: LayerGroups | None = None,
+    layouts: Layouts = ONE_TABLE,
     selection: Selection | None = None,
     devices: int = 1,
 ) -> dict[str, Any]:
@@ -330,7 +381,8 @@ def block_shape(
         dtype: the dtype of the keys and values.
         impl: the attention that reads them; None: the plain layout, which has as many bytes.
         draft: the draft model whose pages are in the blocks too.
-        layout: several groups of layers; a block then has the layers of one group.
+        layouts: several groups of layers; a block then has the layers of one group, of the model
+            and of the draft model.
         selection: what selects blocks; its scores need bounds of a block's keys.
         devices: the number of devices. Each has other heads.
 
@@ -339,10 +391,12 @@ def block_shape(
     """
     part = model.part
     draft_sizes = None
+    has_mixers = bool(_mixers(part))
     if draft is not None:
         layers = draft.layers
+        has_mixers = has_mixers or bool(_mixers(layers))
         draft_sizes = cache.DraftSizes(
-            layers.layers,
+            layouts.draft.size if layouts.draft else layers.layers,
             layers.kv_heads,
             layers.head_dim,
             draft.features,
@@ -353,13 +407,13 @@ def block_shape(
         block_size=block_size,
         kv_heads=part.kv_heads * devices,
         head_dim=part.head_dim,
-        dtype=attention.page_dtype(impl, dtype, words=any(kind.mixer for kind in part.kinds)),
+        dtype=attention.page_dtype(impl, dtype, words=has_mixers),
         row=attention.page_row(impl, part.head_dim),
     )
     return {
         **sizes._asdict(),
-        "layers": layout.size if layout else part.layers,
-        "layer_pages": _pages_of_layers(part, sizes, layout),
+        "layers": layouts.model.size if layouts.model else part.layers,
+        "layer_pages": _pages_of_layers(part, sizes, layouts.model),
         "draft": draft_sizes,
         "dense_layers": selection.dense_layers if selection else None,
     }

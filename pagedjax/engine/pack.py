@@ -323,6 +323,7 @@ def pack_drafts(
         block_tables=tables[0],
         sampling=sampling._replace(num_top=np.full(b, -1, np.int32)),
         samples=_padded(drafts, shape.samples),
+        group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
     )
 
 

@@ -55,7 +55,7 @@ def resolve(
     dtype = model.dtype
     length = config.max_model_len or model.config.max_len
     _check_model(config, model, length)
-    check_layers(config, model)
+    check_layers(config, model, draft)
     kv_dtype = config.kv_cache_dtype or dtype
     config_with_length = dataclasses.replace(config, max_model_len=length)
     block_bytes = geometry(config_with_length, model, kv_dtype, draft=draft).block_bytes
@@ -264,8 +264,9 @@ def smallest_step(platform: str, dtype: str, linear: str) -> int:
     return 2 if platform == "cpu" and dtype != "float32" and linear == "xla" else 1
 
 
-def shapes(config: Resolved, model: Model) -> Shapes:
+def shapes(config: Resolved, model: Model, draft: DraftModel | None = None) -> Shapes:
     """The shapes of an engine's steps."""
+    layouts = layers_in_groups(config, model, draft)
     smallest = smallest_step(jax.default_backend(), config.dtype, config.linear_impl)
     rows = max(config.max_num_seqs, smallest)
     drafts = 0
@@ -296,7 +297,8 @@ def shapes(config: Resolved, model: Model) -> Shapes:
         drafts=drafts,
         keeps_probs=keeps_probs,
         view=view,
-        layout=layers_in_groups(config, model),
+        layout=layouts.model,
+        draft_layout=layouts.draft,
         selection=selection_of(config, model),
         decode_buckets=decode_buckets,
     )

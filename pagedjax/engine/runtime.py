@@ -30,6 +30,7 @@ from pagedjax.device.checks import shapes_of
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.extras import Drafted
 from pagedjax.device.host_swap import SwapPrograms
+from pagedjax.device.layer_groups import LayerGroups
 from pagedjax.device.models import Model, for_context
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowChain, RowFeature, find
@@ -184,7 +185,7 @@ def build(
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
     device_memory = free_memory(model)  # before the cache takes its share
     resolved = resolve(config, model, device_memory, draft=draft_model)
-    sizes = shapes(resolved, model)
+    sizes = shapes(resolved, model, draft_model)
     leaves = _leaves(model, draft_model)
     table = adapters.init(model, resolved)
     inputs = _blank_inputs(
@@ -409,7 +410,7 @@ def _compiler(
     sizes = spec.sizes
     kinds = {"invariant": config.batch_invariant, "drafts": config.speculative is not None}
     attend = attention.attend(config.attention_impl, model.config.attn_scale, **kinds)
-    bound = _bound_draft_model(spec.draft_model, config.attention_impl)
+    bound = _bound_draft_model(spec.draft_model, config.attention_impl, sizes.draft_layout)
     tile = device_tile()
     step = make_step(model, attend, config.seed, tile, spec.chain, bound, side_outputs=side_outputs)
     draft: Any = None
@@ -446,12 +447,12 @@ def _compiler(
 
 
 def _bound_draft_model(
-    draft_model: DraftModel | None, attention_impl: str
+    draft_model: DraftModel | None, attention_impl: str, layout: LayerGroups | None
 ) -> BoundDraftModel | None:
     if draft_model is None:
         return None
     attend = attention.attend(attention_impl, draft_model.layers.attn_scale)
-    return BoundDraftModel(draft_model, attend)
+    return BoundDraftModel(draft_model, attend, layout)
 
 
 def _facts(
@@ -485,6 +486,7 @@ def _facts(
             bound.model.observe.__qualname__,
             bound.model.next_logits.__qualname__,
             bound.attend.scale,
+            bound.layout,
         )
     features = [feature.name for feature in chain.features]
     names = attend.impl.name, model.config.linear, *features
@@ -565,13 +567,16 @@ def _blank_drafts(
 ) -> DraftBatch:
     """A drafter's batch without drafts."""
     zeros = np.zeros(shape.rows, np.int32)
+    table = np.zeros((shape.rows, sizes.table_width), np.int32)
+    groups = len(sizes.draft_layout.windows) if sizes.draft_layout else 1
     return DraftBatch(
         tokens=zeros,
         positions=zeros,
         counts=zeros,
-        block_tables=np.zeros((shape.rows, sizes.table_width), np.int32),
+        block_tables=table,
         sampling=blanks[shape.rows],
         samples=np.zeros(shape.samples, np.int32),
+        group_tables=(table,) * (groups - 1),
     )
 
 

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params
-from pagedjax.device.layer_groups import LayerGroups, LayerPages, layer_groups
+from pagedjax.device.layer_groups import LayerGroups, LayerPages, beside, layer_groups
 from pagedjax.device.models import Decoder
 from pagedjax.host.kv_policies import View, window_blocks
 from pagedjax.host.types import HOLE
@@ -294,6 +294,21 @@ def test_pages_of_a_layer_without_attention_are_in_one_array():
     assert groups.places == ((1, 0), (1, 1), (4, 0), (0, 0), (0, 1))
     assert groups.pages == (3, 3, 1, 1, 1)
     assert groups.attention == (False, False, False, True, True)
+
+
+def test_groups_of_a_draft_model_are_behind_those_of_the_model():
+    attention = LayerPages(None)
+    model = layer_groups([attention, LayerPages(5, 3, attention=False)])
+    draft = layer_groups([LayerPages(3, 2, attention=False), attention, attention])
+    windows = (None, 5, 5, 5, 3, 3)
+    groups = beside(model, draft)
+    assert [layout.windows for layout in groups] == [windows, windows]
+    assert groups[0].places == model.places
+    assert groups[1].places == ((4, 0), (0, 0), (0, 1)), "attention has the first group of both"
+    kept = layer_groups([LayerPages(None, 2, attention=False), attention])
+    groups = beside(model, kept)
+    assert groups[1].windows == (None, 5, 5, 5, None, None, None)
+    assert groups[1].places == ((4, 0), (6, 0)), "a state is in its first group: none is shared"
 
 
 def test_layers_are_dealt_to_groups_of_one_size():

@@ -4,6 +4,7 @@ shared, copied, moved, given back or found again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.score import score
+from pagedjax.engine.engine import Engine
 from pagedjax.engine.resolve import resolve
 from pagedjax.host import scheduler
 from pagedjax.host.kv_policies import View
@@ -176,14 +178,21 @@ def near(tiny) -> Any:
     return replace(tiny, model=assemble(config, nested(values), "float32"))
 
 
-def results_of(llm: LLM) -> list[StepResult]:
+def results_of(engine: Engine) -> list[StepResult]:
     """Two greedy requests and two that are sampled."""
     for i, prompt in enumerate(prompts()):
         params = greedy(20)
         if i % 2:
             params = SamplingParams(temperature=1.0, seed=i, max_tokens=20, ignore_eos=True)
-        llm.engine.add(f"r{i}", prompt, params)
-    return list(steps(llm.engine))
+        engine.add(f"r{i}", prompt, params)
+    return list(steps(engine))
+
+
+def drafts_of(results: Sequence[StepResult]) -> tuple[int, int]:
+    """How many drafts steps verified, and how many they accepted."""
+    verified = [event for result in results for event in result.events if type(event) is Verified]
+    drafts = sum(sum(event.drafts) for event in verified)
+    return drafts, sum(sum(event.accepted) for event in verified)
 
 
 def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_folder, monkeypatch):
@@ -204,16 +213,68 @@ def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_fo
     llm = small_llm(near, block_size=4, speculative=options)
     config = llm.engine.scheduler_state.config
     assert config.views == (View(),) + (View(2),) * (config.groups - 1)
-    results = results_of(llm)
-    assert sampled(results) == sampled(results_of(small_llm(near, block_size=4)))
-    verified = [event for result in results for event in result.events if type(event) is Verified]
-    drafts = sum(sum(event.drafts) for event in verified)
-    accepted = sum(sum(event.accepted) for event in verified)
+    results = results_of(llm.engine)
+    assert sampled(results) == sampled(results_of(small_llm(near, block_size=4).engine))
+    drafts, accepted = drafts_of(results)
     assert 0.3 * drafts < accepted < drafts, "accepted and rejected drafts are both to be seen"
     assert max(len(context) for context, _ in drafted) > 40
     alone = tiny_llm.generate([context for context, _ in drafted], greedy(3))
     for output, (_, drafts_of_row) in zip(alone, drafted, strict=True):
         assert list(output.outputs[0].token_ids[: len(drafts_of_row)]) == drafts_of_row
+
+
+def drafting_engine(target: Any, drafter: Any, **config: Any) -> Engine:
+    """An engine with a draft model in memory."""
+    options = Speculative(method="draft", model="given", num_tokens=3, adaptive=False)
+    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_blocks": 256, **config}
+    config.setdefault("token_buckets", (config["max_num_batched_tokens"],))
+    return Engine(
+        target.model,
+        EngineConfig(speculative=options, compilation="lazy", **config),
+        draft_model=of_decoder(drafter.model),
+    )
+
+
+@pytest.fixture(scope="module")
+def undrafted(loaded) -> dict[str, list[int]]:
+    return sampled(results_of(small_llm(loaded, block_size=4).engine))
+
+
+def check_its_own_drafts(engine: Engine, undrafted: dict[str, list[int]]) -> None:
+    """The model drafts for itself: every draft is accepted, of found prefixes too. One that is not
+    means that the drafter saw another state than that of its tokens.
+    """
+    for _ in range(2):
+        results = results_of(engine)
+        assert sampled(results) == undrafted
+        drafts, accepted = drafts_of(results)
+        assert drafts == accepted > 20
+
+
+def test_every_draft_of_such_a_model_for_itself_is_accepted(loaded, undrafted):
+    """Its layers are in groups behind the model's; the first group is one of both."""
+    engine = drafting_engine(loaded, loaded, block_size=4)
+    groups = len(small_llm(loaded, block_size=4).engine.scheduler_state.config.views)
+    assert engine.scheduler_state.config.views == (View(),) + (View(2),) * (2 * (groups - 1))
+    check_its_own_drafts(engine, undrafted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if "draft" not in name])
+def test_drafts_of_such_a_model_do_not_depend_on_how_pages_are_kept(name, loaded, undrafted):
+    options = {key: value for key, value in CASES[name].items() if key != "lookahead"}
+    check_its_own_drafts(drafting_engine(loaded, loaded, **options), undrafted)
+
+
+@pytest.mark.slow
+def test_such_a_model_drafts_for_one_of_attention_alone(tiny, near):
+    engine = drafting_engine(tiny, near, block_size=4)
+    expected = sampled(results_of(small_llm(tiny, block_size=4).engine))
+    for _ in range(2):
+        results = results_of(engine)
+        assert sampled(results) == expected
+        drafts, accepted = drafts_of(results)
+        assert 0.3 * drafts < accepted < drafts
 
 
 # whole sequences ----------------------------------------------------------------------------------
@@ -368,11 +429,12 @@ def test_what_such_a_model_cannot_have_is_refused(name, loaded):
         small_llm(loaded, **options)
 
 
-def test_draft_models_of_such_layers_and_beside_them_alone_are_refused(loaded, tiny):
-    with refused(r"the draft model has layers without attention \(ShortConv\), .* use one with"):
-        of_decoder(loaded.model)
+def test_draft_models_are_refused_what_such_layers_are_refused(loaded, tiny):
     options = Speculative(method="draft", model="x")
     config = EngineConfig(speculative=options, num_blocks=8, max_model_len=64)
+    baseline = replace(config, mixed_steps=False)
+    with refused(r"the draft model has layers without attention \(ShortConv\), and a baseline"):
+        resolve(baseline, tiny.model, draft=of_decoder(loaded.model))
     mixers_alone = replace(loaded.model.config, kinds=(KINDS[0], KINDS[2]))
     model = loaded.model._replace(config=mixers_alone)
     with refused("alone, whose blocks are given back, .*; use speculative.method='ngram'"):
