@@ -252,9 +252,7 @@ def _check_options(config: EngineConfig, subject: str) -> None:
         )
 
 
-def views(
-    config: EngineConfig, model: Model, draft: DraftModel | None = None
-) -> tuple[View, ...]:
+def views(config: EngineConfig, model: Model, draft: DraftModel | None = None) -> tuple[View, ...]:
     """What queries see, by group of layers; () if all of them see everything.
 
     Raises:

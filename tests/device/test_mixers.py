@@ -343,7 +343,9 @@ def test_whole_sequences_are_read_and_written_as_pages_of_one_block_each():
             kept.blocks("state", jnp.arange(count), jnp.zeros(count, jnp.int32)),
         ]
 
-    chex.assert_trees_all_equal(jax.jit(lambda: results(whole))(), jax.jit(lambda: results(pages))())
+    chex.assert_trees_all_equal(
+        jax.jit(lambda: results(whole))(), jax.jit(lambda: results(pages))()
+    )
 
 
 def test_numbers_of_8_bits_are_refused():

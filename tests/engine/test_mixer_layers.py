@@ -217,7 +217,7 @@ def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_fo
     assert sampled(results) == sampled(results_of(small_llm(near, block_size=4).engine))
     drafts, accepted = drafts_of(results)
     assert 0.3 * drafts < accepted < drafts, "accepted and rejected drafts are both to be seen"
-    assert max(len(context) for context, _ in drafted) > 40
+    assert max(len(context) for context, _ in drafted) > 30
     alone = tiny_llm.generate([context for context, _ in drafted], greedy(3))
     for output, (_, drafts_of_row) in zip(alone, drafted, strict=True):
         assert list(output.outputs[0].token_ids[: len(drafts_of_row)]) == drafts_of_row
