@@ -24,7 +24,7 @@ from tests.weights.tiny_families import write_family
 
 pytestmark = pytest.mark.few_optimisations
 
-TOKENS = np.random.default_rng(0).integers(3, 320, (3, 97))  # more than a block of a state
+TOKENS: Any = np.random.default_rng(0).integers(3, 320, (3, 97))  # more than a block of a state
 HYBRID = {
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 3,
