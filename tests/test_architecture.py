@@ -99,6 +99,10 @@ LIBRARIES: dict[str, set[str]] = {
     "pagedjax.routing": {"immutables"},
     "pagedjax.viewer": {"immutables"},
     "pallas_kernels": {"jax"},
+    # weights are packed on the host
+    "pallas_kernels.linear.words": {"jax", "numpy"},
+    "pallas_kernels.linear.pallas_tpu": {"jax", "numpy"},
+    "pallas_kernels.linear.pallas_gpu": {"jax", "numpy"},
     # compiled code for CPUs, loaded when it is first used
     **{
         f"pallas_kernels.{folder}.cpu": {"jax", "numpy", "llvmlite"}

@@ -65,7 +65,7 @@ Compilation = Literal["eager", "lazy", "background"]
 DraftMethod = Literal["ngram", "suffix", "draft", "eagle"]
 AcceptanceRule = Literal["strict", "rejection"]
 AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
-LinearImpl = Literal["reference", "xla", "cpu", "cpu_int8"]
+LinearImpl = Literal["reference", "xla", "cpu", "cpu_int8", "pallas_gpu", "pallas_tpu"]
 
 Config = TypeVar("Config")
 

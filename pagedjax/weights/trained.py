@@ -176,7 +176,9 @@ def replacement_state(model: Model, tree: Any) -> nnx.State:
     def copy_of(name: str, x: jax.Array) -> jax.Array:
         if placement:
             return placement.put(name.split("."), np.array(tree_arrays[name]))
-        return _copy_of(model.config, name, tree_arrays[name], x.dtype, x.sharding)
+        # an implementation may have words of another dtype than what it packs
+        stored_dtype = model_arrays[name].dtype
+        return _copy_of(model.config, name, tree_arrays[name], stored_dtype, x.sharding)
 
     return structure.unflatten(
         x if name in computed else copy_of(name, x) for name, x in leaves_by_name.items()

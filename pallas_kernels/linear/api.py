@@ -7,9 +7,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear import reference, xla
+from pallas_kernels.linear import pallas_tpu, reference, xla
 from pallas_kernels.linear.cpu import implementation as cpu
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
+from pallas_kernels.linear.pallas_gpu import implementation as pallas_gpu
 
 IMPLS: dict[str, Implementation] = {
     impl.name: impl
@@ -18,6 +19,8 @@ IMPLS: dict[str, Implementation] = {
         xla.IMPLEMENTATION,
         cpu.IMPLEMENTATION,
         cpu.ROUNDED,
+        pallas_gpu.IMPLEMENTATION,
+        pallas_tpu.IMPLEMENTATION,
     )
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -23,28 +26,56 @@ def multiply(
     dtype: str,
 ) -> jax.Array:
     """See `api.linear`."""
+    if matrix.count == 1:
+
+        def sums_of(first: int, last: int) -> Callable[[jax.Array], jax.Array]:
+            stored = weight if rows is None else weight[first:last]
+            return partial(_one_matrix_of, weight=stored, blocks=matrix.blocks)
+
+        return around(sums_of, x, matrix, norm, epilogue, rows, dtype)
+    assert sizes is not None
     x = rms_norm(x, norm)
-    if epilogue.low is not None:
-        first, last = rows or (0, matrix.outputs)
-        epilogue = with_products(epilogue, _low_rank(x, epilogue.low, first, last))
-    if rows is not None:
-        weight = weight[slice(*rows)]
-        if epilogue.scales is not None:
-            epilogue = epilogue._replace(scales=epilogue.scales[slice(*rows)])
-        if epilogue.bias is not None:
-            epilogue = epilogue._replace(bias=epilogue.bias[slice(*rows)])
-    if sizes is None or matrix.count == 1:  # padding is computed too
-        if matrix.blocks is None:
-            y = _one_matrix(x, weight.astype(x.dtype))
-        else:
-            y = _by_panels(x, weight, matrix.blocks)
-        return result_of(y, epilogue, jnp.zeros(0, jnp.int32)).astype(dtype)
     if matrix.blocks is not None:
         weight = restored(weight, matrix.blocks, jnp)
     factor = weight.astype(x.dtype)
     matrices = factor.reshape(matrix.count, -1, matrix.inputs).swapaxes(1, 2)
     y = jax.lax.ragged_dot(x, matrices, sizes, preferred_element_type=jnp.float32)
     return result_of(y, epilogue, owners_of(sizes, len(x))).astype(dtype)
+
+
+def around(
+    sums_of: Callable[[int, int], Callable[[jax.Array], jax.Array]],
+    x: jax.Array,
+    matrix: Matrix,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    rows: tuple[int, int] | None,
+    dtype: str,
+) -> jax.Array:
+    """Returns the result of one matrix: what comes before and after its sums, by XLA. Padding is
+    computed too.
+
+    sums_of: (first, last) -> the function of x [T, K], after its norm, to the sums [T, last -
+        first] float32 of these outputs.
+    """
+    x = rms_norm(x, norm)
+    first, last = rows or (0, matrix.outputs)
+    if epilogue.low is not None:
+        epilogue = with_products(epilogue, _low_rank(x, epilogue.low, first, last))
+    sums = sums_of(first, last)
+    if rows is not None:
+        if epilogue.scales is not None:
+            epilogue = epilogue._replace(scales=epilogue.scales[first:last])
+        if epilogue.bias is not None:
+            epilogue = epilogue._replace(bias=epilogue.bias[first:last])
+    return result_of(sums(x), epilogue, jnp.zeros(0, jnp.int32)).astype(dtype)
+
+
+def _one_matrix_of(x: jax.Array, weight: jax.Array, blocks: Blocks | None) -> jax.Array:
+    """Returns [T, M] float32, for a weight [M, K] or [M, bytes] as it is stored."""
+    if blocks is None:
+        return _one_matrix(x, weight.astype(x.dtype))
+    return _by_panels(x, weight, blocks)
 
 
 def _one_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:

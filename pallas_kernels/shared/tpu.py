@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.tiles import TpuTiles
+
 LANES = 128  # numbers in a row of a TPU's registers and of its arrays in HBM
 
 
@@ -26,3 +28,12 @@ def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
     if interpret:
         return list(pages)
     return [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in pages]
+
+
+def wrong_device(device: Any) -> str:
+    """Returns why a device cannot run the kernels, as the rest of a sentence; empty if it can."""
+    if device.platform != "tpu":
+        return f"runs on platform 'tpu' and not on {device.platform!r}"
+    if not TpuTiles.names(device.device_kind):
+        return f"has no tile sizes for {device.device_kind!r}; add a file to pallas_kernels/tiles"
+    return ""

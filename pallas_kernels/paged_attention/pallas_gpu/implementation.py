@@ -23,9 +23,10 @@ from pallas_kernels.paged_attention.rows import (
     with_results,
 )
 from pallas_kernels.shared.device import device_kind
+from pallas_kernels.shared.hopper import JAX_NEEDED as JAX_NEEDED
+from pallas_kernels.shared.hopper import old_jax, wrong_device
 from pallas_kernels.tiles import Tiles
 
-JAX_NEEDED = (0, 11)  # older versions cannot transpose a swizzled tile
 DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -106,12 +107,8 @@ def paged_attention(
 
 def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> str:
     """Returns why the kernels cannot take a shape, as the rest of a sentence; empty if they can."""
-    if jax.__version_info__ < JAX_NEEDED:
-        needed = ".".join(map(str, JAX_NEEDED))
-        return (
-            f"needs JAX {needed} or newer, which needs Python 3.12, "
-            f"and this is JAX {jax.__version__}"
-        )
+    if reason := old_jax():
+        return reason
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
     if head_size not in HEAD_SIZES:
@@ -122,19 +119,6 @@ def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> s
         )
     if group > MAX_GROUP:
         return f"takes at most {MAX_GROUP} query heads for each key head, and there are {group}"
-    return ""
-
-
-def wrong_device(device: Any) -> str:
-    """Returns why a device cannot run the kernels, as the rest of a sentence; empty if it can."""
-    if device.platform != "gpu":
-        return f"runs on platform 'gpu' and not on {device.platform!r}"
-    capability = str(getattr(device, "compute_capability", ""))
-    if not capability.startswith("9."):
-        return (
-            "is compiled for Hopper GPUs (compute capability 9.0), "
-            f"and {device.device_kind} has {capability}"
-        )
     return ""
 
 

@@ -36,7 +36,7 @@ from pallas_kernels.paged_attention.rows import (
     with_results,
 )
 from pallas_kernels.shared.device import device_kind
-from pallas_kernels.shared.tpu import LANES, row_size
+from pallas_kernels.shared.tpu import LANES, row_size, wrong_device
 from pallas_kernels.tiles import TpuTiles
 
 DTYPES = ("bfloat16", "float32")
@@ -483,15 +483,6 @@ def scalar_memory_obstacle(rows: int, width: int) -> str:
         f"stores block tables in {SMEM:,} bytes of scalar memory, and {rows} rows of {width} "
         f"blocks take {needed:,}; lower max_num_seqs or max_model_len, or raise block_size"
     )
-
-
-def wrong_device(device: Any) -> str:
-    """Returns why a device cannot run the kernel, as the rest of a sentence; empty if it can."""
-    if device.platform != "tpu":
-        return f"runs on platform 'tpu' and not on {device.platform!r}"
-    if not TpuTiles.names(device.device_kind):
-        return f"has no tile sizes for {device.device_kind!r}; add a file to pallas_kernels/tiles"
-    return ""
 
 
 def obstacle(

@@ -1,0 +1,1 @@
+"""Products with stored weights on Hopper GPUs: Pallas, compiled by Mosaic GPU."""

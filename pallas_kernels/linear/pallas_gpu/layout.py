@@ -1,0 +1,129 @@
+"""Weights in words, as the kernel for Hopper GPUs reads them: [tiles of outputs, rows, 64] int32.
+
+A tile is OUTPUTS outputs, the rows of a WGMMA. A slab is the inputs of WORDS words: 512 of 4 bits, or
+256 of 8.
+
+    row s * OUTPUTS + m          the words of slab s of the tile's output m, a run
+    behind the rows of all slabs, for each slab: the scales of each of its blocks, then the offsets, a
+                                 row for each block, with a number for each output
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.linear import words
+from pallas_kernels.linear.blocks import Blocks
+from pallas_kernels.linear.implementation import Matrix, rows_of
+from pallas_kernels.linear.words import Digits, round_up
+
+OUTPUTS = 64  # of a tile
+WORDS = 64  # of a run; a digit of them is WORDS inputs
+SMALLEST = 32  # inputs of a block, at least
+EIGHT = 8  # rows of a tile of swizzled memory, of which a copy needs whole ones
+
+
+class Layout(NamedTuple):
+    """The sizes of a matrix in words.
+
+    slabs: of the inputs.
+    tiles: of the outputs.
+    blocks: as in `Matrix`.
+    """
+
+    slabs: int
+    tiles: int
+    blocks: Blocks | None
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of WORDS inputs of a slab: the digits of a word."""
+        return words.digits_of_word(self.blocks)
+
+    @property
+    def inputs(self) -> int:
+        """K with padding."""
+        return self.slabs * self.chunks * WORDS
+
+    @property
+    def slab_blocks(self) -> int:
+        """Blocks of a slab of an output."""
+        return 0 if self.blocks is None else self.chunks * WORDS // self.blocks.inputs
+
+    @property
+    def slab_scales(self) -> int:
+        """Rows of scales and offsets of a slab."""
+        return 0 if self.blocks is None else self.slab_blocks * (1 + self.blocks.offset)
+
+    @property
+    def word_rows(self) -> int:
+        return self.slabs * OUTPUTS
+
+    @property
+    def rows(self) -> int:
+        """Of a tile, with padding."""
+        return self.word_rows + round_up(self.slabs * self.slab_scales, EIGHT)
+
+
+def layout_of(matrix: Matrix) -> Layout:
+    slab_inputs = WORDS * words.digits_of_word(matrix.blocks)
+    return Layout(-(-matrix.inputs // slab_inputs), -(-matrix.outputs // OUTPUTS), matrix.blocks)
+
+
+def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
+    """Returns [tiles of outputs, rows, 64] int32; the weight itself if it has no words."""
+    if not words.has_words(matrix, weight.dtype, SMALLEST):
+        return weight
+    layout = layout_of(matrix)
+    digits, scales, offsets = words.digits_of(weight, matrix.blocks)
+    whole = words.padded(digits, layout.tiles * OUTPUTS, layout.inputs)
+    runs = words.words_of(whole, words.bits_of(matrix.blocks), WORDS)
+    packed = np.zeros((layout.tiles, layout.rows, WORDS), np.int32)
+    by_slab = runs.reshape(layout.tiles, OUTPUTS, layout.slabs, WORDS).swapaxes(1, 2)
+    packed[:, : layout.word_rows] = by_slab.reshape(layout.tiles, -1, WORDS)
+    parts = []
+    for array in (scales, offsets):
+        if array is not None:
+            blocks = layout.slabs * layout.slab_blocks
+            whole = words.padded(array, layout.tiles * OUTPUTS, blocks).view(np.int32)
+            parts.append(whole.reshape(layout.tiles, OUTPUTS, layout.slabs, layout.slab_blocks))
+    if parts:
+        by_slab = np.concatenate(parts, axis=3).transpose(0, 2, 3, 1)
+        last = layout.word_rows + layout.slabs * layout.slab_scales
+        packed[:, layout.word_rows : last] = by_slab.reshape(layout.tiles, -1, OUTPUTS)
+    return packed
+
+
+def _digits(packed: Any, matrix: Matrix, ids: Any, xp: Any) -> Digits:
+    """Returns the digits of the outputs `ids`."""
+    layout = layout_of(matrix)
+    tile = ids[:, None] // OUTPUTS
+    output = ids[:, None] % OUTPUTS
+    runs = packed[tile, OUTPUTS * xp.arange(layout.slabs) + output]
+    digits = words.digits_in(runs, words.bits_of(matrix.blocks), WORDS, xp)
+    digits = digits.reshape(len(ids), -1)[:, : matrix.inputs]
+    if matrix.blocks is None:
+        return Digits(digits, None, None)
+    rows = layout.word_rows + xp.arange(layout.slabs * layout.slab_scales)
+    of_slabs = packed[tile, rows, output].view("float32")
+    by_part = of_slabs.reshape(len(ids), layout.slabs, -1, layout.slab_blocks).swapaxes(1, 2)
+    parts = by_part.reshape(len(ids), -1, layout.slabs * layout.slab_blocks)
+    parts = parts[..., : matrix.inputs // matrix.blocks.inputs]
+    return Digits(digits, parts[:, 0], parts[:, 1] if matrix.blocks.offset else None)
+
+
+def unpack(packed: Any, matrix: Matrix) -> Any:
+    if packed.dtype != np.int32:
+        return packed
+    digits = _digits(np.asarray(packed), matrix, np.arange(matrix.outputs), np)
+    return words.weight_of(digits, matrix.blocks)
+
+
+def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
+    if packed.dtype != jnp.int32:
+        return rows_of(packed, matrix, ids)
+    return words.rows_of_digits(_digits(packed, matrix, ids, jnp), matrix.blocks)
