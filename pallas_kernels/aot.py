@@ -28,7 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pallas_kernels import aot_tpu
+from pallas_kernels import aot_linear, aot_tpu
+from pallas_kernels.aot_linear import Product
 from pallas_kernels.tiles import TPUS, Tiles
 
 # XLA's description of a GPU (GpuTargetConfigProto). Both are GH100 dies with 132 multiprocessors;
@@ -93,6 +94,52 @@ class Case:
             words.append("sinks")
         return ", ".join(words)
 
+    def function_and_shapes(self, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
+        """Returns the kernel as a function, and the shapes of its arguments."""
+        import jax
+        import jax.numpy as jnp
+
+        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
+
+        rows = 1 if self.parts else 64
+        heads = 8
+        pages = 1024
+        blocks = 32768 // self.block_size
+        t = rows if self.kernel == "decode" else 2048
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        is_short = self.queries > 1
+        tokens = (t, self.queries) if is_short else (t,)
+        q = jax.ShapeDtypeStruct((*tokens, heads * self.group, self.head_size), self.dtype)
+        cache = jax.ShapeDtypeStruct((pages, heads, self.block_size, self.head_size), self.dtype)
+        options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(self.options)}
+        if self.kernel == "chunks":
+            call = chunks.chunks
+        else:
+            call = decode.decode_short if is_short else decode.decode
+        row_arrays = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
+        bound = partial(call, scale=self.head_size**-0.5, tiles=tiles, **options)
+        arrays = [q, cache, cache, ints(rows, blocks), *row_arrays]
+        if not self.sinks:
+            return bound, arrays
+
+        def with_sinks(sinks, *arrays):
+            return bound(*arrays, sinks=sinks)
+
+        sinks = jax.ShapeDtypeStruct((heads * self.group,), jnp.float32)
+        return with_sinks, [sinks, *arrays]
+
+    def memory(self, tiles: Tiles) -> tuple[int, int]:
+        """Returns the bytes of shared memory that the kernel asks for, and the tiles in flight."""
+        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
+
+        d = self.head_size
+        if self.kernel == "chunks":
+            return chunks.shared_bytes(d, itemsize=2, tiles=tiles), tiles.chunk_stages
+        shared = decode.shared_bytes(
+            d, self.group, itemsize=2, tiles=tiles, queries=self.queries
+        )
+        return shared, tiles.decode_stages
+
 
 class Compiled(NamedTuple):
     """The compiler's report of a program."""
@@ -111,8 +158,8 @@ GPT_OSS = tuple(
 )
 
 
-def cases() -> Iterator[Case]:
-    """Yields every supported shape.
+def cases() -> Iterator[Case | Product]:
+    """Yields every supported shape, of attention and of products with stored weights.
 
     Each option that changes the program comes alone and in the combinations that matter.
     """
@@ -152,54 +199,19 @@ def cases() -> Iterator[Case]:
             yield short(16, 4, parts=True)
             yield short(16, MAX_COLUMNS // queries, sinks=True)
     yield from GPT_OSS
+    yield from aot_linear.gpu_products()
 
 
-def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns the kernel of a case as a function, and the shapes of its arguments."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
-
-    rows = 1 if case.parts else 64
-    heads = 8
-    pages = 1024
-    blocks = 32768 // case.block_size
-    t = rows if case.kernel == "decode" else 2048
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    is_short = case.queries > 1
-    tokens = (t, case.queries) if is_short else (t,)
-    q = jax.ShapeDtypeStruct((*tokens, heads * case.group, case.head_size), case.dtype)
-    cache = jax.ShapeDtypeStruct((pages, heads, case.block_size, case.head_size), case.dtype)
-    options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(case.options)}
-    if case.kernel == "chunks":
-        call = chunks.chunks
-    else:
-        call = decode.decode_short if is_short else decode.decode
-    row_arrays = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
-    bound = partial(call, scale=case.head_size**-0.5, tiles=tiles, **options)
-    arrays = [q, cache, cache, ints(rows, blocks), *row_arrays]
-    if not case.sinks:
-        return bound, arrays
-
-    def with_sinks(sinks, *arrays):
-        return bound(*arrays, sinks=sinks)
-
-    return with_sinks, [jax.ShapeDtypeStruct((heads * case.group,), jnp.float32), *arrays]
-
-
-def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
+def compile_case(case: Case | Product, target: Target, tiles: Tiles) -> Compiled:
     """Compiles one case. Raises the compiler's errors."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
-
     text = HOPPER.format(**target._asdict())
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
-    function, shapes = function_and_shapes(case, tiles)
+    function, shapes = case.function_and_shapes(tiles)
     placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
     device = AbstractDevice(target.name, tiles.multiprocessors, "gpu")
     started = time.perf_counter()
@@ -209,14 +221,7 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     ):
         jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
     seconds = time.perf_counter() - started
-    d = case.head_size
-    if case.kernel == "decode":
-        shared = decode.shared_bytes(d, case.group, itemsize=2, tiles=tiles, queries=case.queries)
-        stages = tiles.decode_stages
-    else:
-        shared = chunks.shared_bytes(d, itemsize=2, tiles=tiles)
-        stages = tiles.chunk_stages
-    return Compiled(*read_ptxas(printed()), shared, stages, seconds)
+    return Compiled(*read_ptxas(printed()), *case.memory(tiles), seconds)
 
 
 def read_ptxas(text: str) -> tuple[int, int]:
@@ -310,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument(
-        "--only", choices=("decode", "chunks"), help="one kernel, of those for GPUs"
+        "--only", choices=("decode", "chunks", "product"), help="one kernel, of those for GPUs"
     )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a line instead of a table"
@@ -350,13 +355,18 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def quick(programs: list[Case]) -> list[Case]:
-    """Returns the first case of each kernel, head size and number of queries, and `GPT_OSS`."""
-    firsts = {(c.kernel, c.head_size, c.queries): c for c in reversed(programs)}
-    return [*reversed(firsts.values()), *(case for case in programs if case in GPT_OSS)]
+def quick(programs: list[Case | Product]) -> list[Case | Product]:
+    """Returns the first case of each kernel, head size and number of queries, `GPT_OSS`, and a few
+    products.
+    """
+    products = [case for case in programs if isinstance(case, Product)]
+    attention = [case for case in programs if not isinstance(case, Product)]
+    firsts = {(c.kernel, c.head_size, c.queries): c for c in reversed(attention)}
+    with_sinks = [case for case in attention if case in GPT_OSS]
+    return [*reversed(firsts.values()), *with_sinks, *aot_linear.quick(products)]
 
 
-def report(case: Case, target: Target, tiles: Tiles, as_json: bool) -> bool:
+def report(case: Case | Product, target: Target, tiles: Tiles, as_json: bool) -> bool:
     """Compiles a case and prints one line. Returns whether it compiled without spills."""
     line: dict[str, Any] = {"target": target.name, **dataclasses.asdict(case)}
     try:

@@ -7,9 +7,9 @@ It needs libtpu, which is the compiler and runs without a chip. Nothing is execu
 it compiles the attention of a layer: the write of new keys and values, decodes, rows of up to 4 and
 of up to 8 query tokens, and chunks. For each of these kernels it prints the VMEM and the number of
 bundles (very long instruction words). It also prints how many bundles a row of `LONG_CONTEXT`
-context tokens executes, as a multiple of a decode's number. Beside the compiler's report it prints
-an estimate: a roofline of the chip's published numbers for `ROWS` rows of `CONTEXT` tokens and a
-prompt of `PROMPT` tokens. That is a bound and not a measurement.
+context tokens executes, as a multiple of a decode's number. Products with stored weights are compiled
+too. Beside the compiler's report it prints an estimate: a roofline of the chip's published numbers for
+`ROWS` rows of `CONTEXT` tokens and a prompt of `PROMPT` tokens. That is a bound and not a measurement.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -27,7 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pallas_kernels import bundles
+from pallas_kernels import aot_linear, bundles
+from pallas_kernels.aot_linear import Product
 from pallas_kernels.tiles import TpuTiles
 from pallas_kernels.timing import Shape
 
@@ -270,13 +272,18 @@ def trips(case: Case, sizes: Any) -> bundles.Trips | None:
     )
 
 
-def read_dump(dump: Path, kernel: str, trips: bundles.Trips | None = None) -> Kernel:
-    """Reads the report of the compiler's last pass over a kernel.
+def read_dump(
+    dump: Path,
+    kernel: str,
+    trips: bundles.Trips | None = None,
+    operation: str = "paged_attention",
+) -> Kernel:
+    """Reads the report of the compiler's last pass over a kernel of an operation.
 
     Raises:
         ValueError: the compiler has dumped no such kernel, or has dumped it in another form.
     """
-    name = f"*paged_attention_{kernel}*"
+    name = f"*{operation}_{kernel}*"
     analysis = sorted(dump.glob(name + "schedule-analysis_final_bundles.txt"))
     original = sorted(dump.glob(name + "original.txt"))
     schedule = sorted(dump.glob(name + "[0-9]-final_bundles.txt"))
@@ -292,6 +299,26 @@ def read_dump(dump: Path, kernel: str, trips: bundles.Trips | None = None) -> Ke
     vmem = sum(int(size, 16) for size in allocations)
     row = bundles.of_a_row(schedule[-1].read_text(), trips) if trips else 0
     return Kernel(int(total[1]), vmem, row)
+
+
+def compile_product(product: Product, target: str, dump: Path) -> tuple[dict[str, Kernel], float]:
+    """As `compile_case`, of a product."""
+    import jax
+
+    function, arguments = product.function_and_shapes_on_tpu()
+    started = time.perf_counter()
+    lower(jax.jit(function), arguments, target).compile()
+    seconds = time.perf_counter() - started
+    return {product.kernel: read_dump(dump, product.weights, operation="linear")}, seconds
+
+
+def estimate_of_product(product: Product, tiles: TpuTiles) -> Estimate:
+    """Returns a roofline: a weight, activations and sums are moved once."""
+    _, arguments = product.function_and_shapes_on_tpu()
+    sums_bytes = 4.0 * product.tokens * product.outputs
+    nbytes = sums_bytes + sum(math.prod(a.shape) * a.dtype.itemsize for a in arguments)
+    seconds = max(nbytes / tiles.bandwidth, product.flops / tiles.flops)
+    return Estimate(nbytes, product.flops, seconds)
 
 
 def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
@@ -365,18 +392,26 @@ def failure_text(error: Exception) -> str:
     return f"does not compile: {type(error).__name__}: {text[:300]}"
 
 
-def report(case: Case, target: str, tiles: TpuTiles, dump: Path) -> Iterator[dict[str, Any]]:
+def report(
+    case: Case | Product, target: str, tiles: TpuTiles, dump: Path
+) -> Iterator[dict[str, Any]]:
     """Compiles a case. Yields a record for each kernel, or one with an error."""
     line: dict[str, Any] = {"target": target, **dataclasses.asdict(case)}
     try:
-        kernels, seconds = compile_case(case, target, tiles, dump)
+        if isinstance(case, Product):
+            kernels, seconds = compile_product(case, target, dump)
+        else:
+            kernels, seconds = compile_case(case, target, tiles, dump)
     except Exception as error:
         yield line | {"error": failure_text(error)}
         return
     finally:
         for file in dump.iterdir():
             shutil.rmtree(file) if file.is_dir() else file.unlink()
-    rooflines = estimates(case, tiles)
+    if isinstance(case, Product):
+        rooflines = {case.kernel: estimate_of_product(case, tiles)}
+    else:
+        rooflines = estimates(case, tiles)
     for name, kernel in kernels.items():
         yield line | {
             "kernel": name,
@@ -386,18 +421,18 @@ def report(case: Case, target: str, tiles: TpuTiles, dump: Path) -> Iterator[dic
         }
 
 
-def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
+def table(case: Case | Product, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
     """Formats the records of a case as text."""
     if "error" in records[0]:
         return f"{case}\n  FAILED: {records[0]['error']}"
-    decode = next(record for record in records if record["kernel"] == "decode")
+    decode = next((record for record in records if record["kernel"] == "decode"), None)
     lines = [f"{case}: compiled in {records[0]['seconds']:.1f} s"]
     for record in records:
         facts = (
             f"{record['bundles']:5} bundles, {record['vmem'] / 2**20:5.2f} "
             f"of {tiles.vmem_limit / 2**20:.0f} MiB VMEM"
         )
-        if record["row"] and decode["row"]:
+        if record["row"] and decode and decode["row"]:
             facts += f", a row executes {record['row']:6} ({record['row'] / decode['row']:.2f})"
         lines.append(f"  {record['kernel']:6} {facts}; {Estimate(**record['estimate'])}")
     return "\n".join(lines)
@@ -414,13 +449,18 @@ def run(target: str, *, as_json: bool, only_quick: bool, stages: int | None) -> 
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         programs = list(cases())
+        products = list(aot_linear.tpu_products())
         if only_quick:
             programs = quick(programs)
-        for case in programs:
+            products = aot_linear.quick(products)
+        for case in (*programs, *products):
             records = list(report(case, target, tiles, Path(folder)))
             failures += "error" in records[0]
             text = "\n".join(map(json.dumps, records)) if as_json else table(case, records, tiles)
             print(text, flush=True)
     if not as_json:
-        print(f"{len(programs)} programs of {len(KERNELS)} kernels for {target}, {failures} failed")
+        print(
+            f"{len(programs)} programs of {len(KERNELS)} kernels and {len(products)} products for "
+            f"{target}, {failures} failed"
+        )
     return 1 if failures else 0

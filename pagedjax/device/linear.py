@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 BUILT_IN = dict(IMPLS)  # a copy: what a user adds to IMPLS is not built in
-# The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" and "pallas_tpu" are
-# not here until they have run on their devices, as it is with attention.
+# The first one that can serve is the default. "xla" runs everywhere. As with attention, "pallas_gpu"
+# and "pallas_tpu" are not here until they have run on their devices.
 DEFAULTS = "cpu", "xla"
 DIFFERENTIABLE = differentiable.IMPLEMENTATION.name  # for `score`, and not for engines
 

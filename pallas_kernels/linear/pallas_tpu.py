@@ -75,6 +75,11 @@ class Layout(NamedTuple):
         return self.slabs * self.slab_inputs
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the packed weight."""
+        return self.slabs, self.slab_rows, self.outputs
+
+    @property
     def tile_words(self) -> int:
         """Words of the TILE inputs of an output: a run."""
         return TILE // words.digits_of_word(self.blocks)

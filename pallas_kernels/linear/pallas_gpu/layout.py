@@ -68,6 +68,11 @@ class Layout(NamedTuple):
         """Of a tile, with padding."""
         return self.word_rows + round_up(self.slabs * self.slab_scales, EIGHT)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the packed weight."""
+        return self.tiles, self.rows, WORDS
+
 
 def layout_of(matrix: Matrix) -> Layout:
     slab_inputs = WORDS * words.digits_of_word(matrix.blocks)
@@ -82,7 +87,7 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     digits, scales, offsets = words.digits_of(weight, matrix.blocks)
     whole = words.padded(digits, layout.tiles * OUTPUTS, layout.inputs)
     runs = words.words_of(whole, words.bits_of(matrix.blocks), WORDS)
-    packed = np.zeros((layout.tiles, layout.rows, WORDS), np.int32)
+    packed = np.zeros(layout.shape, np.int32)
     by_slab = runs.reshape(layout.tiles, OUTPUTS, layout.slabs, WORDS).swapaxes(1, 2)
     packed[:, : layout.word_rows] = by_slab.reshape(layout.tiles, -1, WORDS)
     parts = []
