@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import chex
@@ -16,14 +18,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.linear import IMPLS, LowRank, Matrix, Norm, linear
+from pallas_kernels.linear import IMPLS, Implementation, LowRank, Matrix, Norm, linear, pallas_tpu
+from pallas_kernels.shared.hopper import old_jax
 from tests import drawn
 from tests.pallas_kernels import older_cpus
 
 pytestmark = pytest.mark.few_optimisations
 # Those that multiply the numbers of x as they are; `test_linear_rounded` has the other one
 EXACT = [name for name in IMPLS if name != "cpu_int8"]
-HERE = [name for name in EXACT if name != "cpu" or importlib.util.find_spec("llvmlite")]
+PALLAS = "pallas_gpu", "pallas_tpu"  # which multiply bfloat16, and are interpreted here
+MISSING = {"cpu": importlib.util.find_spec("llvmlite") is None, "pallas_gpu": bool(old_jax())}
+HERE = [name for name in EXACT if not MISSING.get(name)]
+INTERPRETED = IMPLS["pallas_tpu"]._replace(multiply=partial(pallas_tpu.multiply, interpret=True))
 ERROR = {"float32": 3e-6, "bfloat16": 2**-8}  # of the largest number of a result, or its terms
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -107,6 +113,20 @@ def low_rank(
     )
 
 
+def kernel_of(impl: str) -> Implementation:
+    """An implementation that runs on a CPU."""
+    return INTERPRETED if impl == "pallas_tpu" else IMPLS[impl]
+
+
+def interpreted(impl: str) -> Any:
+    """The context in which it runs on a CPU."""
+    if impl != "pallas_gpu":
+        return contextlib.nullcontext()
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+
+
 def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
     options = dict(arguments)
     x = options.pop("x")
@@ -116,7 +136,8 @@ def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
     if options["low"] is not None:
         low = options["low"]._replace(b=IMPLS[impl].pack_low(options["low"].b, matrix))
         options["low"] = low
-    return np.asarray(linear(x, packed, matrix, impl=impl, **options))
+    with interpreted(impl):
+        return np.asarray(linear(x, packed, matrix, impl=kernel_of(impl), **options))
 
 
 def normalised(arguments: dict[str, Any]) -> np.ndarray:
@@ -181,7 +202,7 @@ def assert_contract(arguments: dict[str, Any], impl: str) -> None:
     chex.assert_shape(output, exact.shape)
     chex.assert_type(output, arguments["x"].dtype)
     limit = ERROR[arguments["x"].dtype.name] * max(np.abs(exact).max(), size_of_terms(arguments))
-    if impl == "xla" and arguments["low"] is not None:  # it rounds the inner products to x's dtype
+    if impl in ("xla", *PALLAS) and arguments["low"] is not None:  # it rounds the inner products to x's dtype
         limit = 4 * limit
     chex.assert_trees_all_close(output.astype(np.float64), exact, rtol=0, atol=limit)
 
@@ -278,6 +299,14 @@ COMPILED = {
         "experts",
         "experts without gates",
     ],
+    "pallas_tpu": [
+        "odd sizes",
+        "deep",
+        "gates of odd width",
+        "low rank by rows within a panel",
+        "experts",
+    ],
+    "pallas_gpu": ["odd sizes", "rows within a panel"],
 }
 
 
@@ -290,20 +319,22 @@ def cases_of_kinds(
     """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers; that for int8
     has half of the cases with each kind of activations, and all of low rank with bfloat16. The dear
     ones have float32 by default. Of the others the default run has the cases in `compiled`, in turn
-    with float32 and with bfloat16 and int8."""
+    with float32 and with bfloat16 and int8; those of Pallas have the latter."""
     names = list(names)
     kinds = [
         (impl, int8, dtype)
         for impl in HERE
         for int8 in (False, True)
         for dtype in ("float32", "bfloat16")
+        if impl not in PALLAS or dtype == "bfloat16"
     ]
     cases = []
     for impl, int8, dtype in kinds:
         for name in names:
             default_names = list(compiled.get(impl, ()))
             is_odd = name in default_names and default_names.index(name) % 2 == 1
-            default_kind = (True, "bfloat16") if is_odd else (False, "float32")
+            is_16_bit = is_odd or impl in PALLAS
+            default_kind = (True, "bfloat16") if is_16_bit else (False, "float32")
             int8_dtype = "bfloat16" if "low" in name or names.index(name) % 2 else "float32"
             default = (name in default_names and (int8, dtype) == default_kind) or (
                 impl == "cpu"
@@ -497,7 +528,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"impl": "gpu"}, "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu'"),
+        ({"impl": "gpu"}, "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu', 'pallas_gpu'"),
         ({"x": zeros((3, 9))}, r"x is \(3, 9\); the weight \[64, 8\] needs \[T, 8\]"),
         ({"bias": zeros(63)}, r"bias is \(63,\); x \(3, 8\) and the weight \[64, 8\] need \(64,\)"),
         ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),
