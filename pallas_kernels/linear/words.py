@@ -139,8 +139,11 @@ def round_up(number: int, multiple: int) -> int:
 # --- in kernels -----------------------------------------------------------------------------------
 
 
-def numbers_of(words: jax.Array, digit: int, blocks: Blocks | None) -> jax.Array:
-    """Returns the numbers of a digit of each word, less their zero, as float32."""
+def numbers_of(words: jax.Array, digit: Any, blocks: Blocks | None) -> jax.Array:
+    """Returns the numbers of a digit of each word, less their zero, as float32.
+
+    digit: an integer, which may be traced.
+    """
     if bits_of(blocks) == 4:
         assert blocks is not None
         return ((words >> 4 * digit & 15) - blocks.zero).astype(jnp.float32)

@@ -112,7 +112,7 @@ def test_padding_is_little(inputs):
     """And slabs are large, so that their words cover the time of a copy."""
     layout = pallas_tpu.layout_of(Matrix(4096, inputs))
     assert 0 <= layout.inputs - inputs < 128 * max(1, layout.slabs)
-    assert layout.inputs <= 1.03 * inputs + 127
+    assert layout.inputs <= 1.07 * inputs + 127
     assert layout.slabs == 1 or 9 <= layout.tiles <= 16
     on_gpu = gpu_layout.layout_of(Matrix(4096, inputs, blocks=BLOCKS["int4_128"]))
     assert 0 <= on_gpu.inputs - inputs < 512
@@ -147,7 +147,8 @@ def test_a_ring_fits_in_shared_memory():
         sizes = [kernel.shared_bytes(layout, kernel.columns_of(tokens)) for tokens in (1, 32, 300)]
         assert sizes == sorted(sizes)
         assert sizes[-1] <= SHARED
-        assert 2 * sizes[0] <= SHARED  # two blocks of threads on a multiprocessor
+        if layout.slab_scales <= 16:  # two blocks of threads on a multiprocessor
+            assert 2 * sizes[0] <= SHARED
 
 
 @on_newer_jax

@@ -122,13 +122,18 @@ def product(
                 slot = lax.rem(i, jnp.int32(stages))
                 plgpu.barrier_wait(full.at[slot])
                 run = plgpu.layout_cast(words_s[slot], WGMMA)
-                scales = None if scales_s is None else Scales(scales_s, slot, layout)
                 for begin in range(0, chunks, CHUNKS):
-                    for chunk in range(CHUNKS):
+
+                    # a loop, and not four copies of it: they would take 168 registers, with which
+                    # a multiprocessor holds one block of threads and not two
+                    def widen(chunk, _, begin=begin):
                         weights = words.numbers_of(run, begin + chunk, blocks)
-                        if scales is not None:
-                            weights = scales.applied(weights, begin + chunk)
+                        if scales_s is not None:
+                            rows = scales_s.at[slot]
+                            weights = _scaled(weights, rows, layout, begin + chunk)
                         weights_s[chunk] = weights.astype(jnp.bfloat16)
+
+                    lax.fori_loop(0, CHUNKS, widen, None)
                     plgpu.commit_smem()
                     y = y + _product(weights_s, x_s, slot, begin, columns)
                 pl.when(i + stages < count)(lambda: plgpu.barrier_arrive(free.at[slot]))
@@ -172,38 +177,31 @@ def product(
     return kernel(by_chunk, packed).sum(0).T[:t]
 
 
-class Scales:
-    """The scales and offsets of a slab in shared memory. Each row is loaded once."""
+def _scaled(numbers: Any, scales_s: Any, layout: Layout, chunk: Any) -> Any:
+    """Returns the weights [64 outputs, 64 inputs] float32 of the numbers of a piece of a slab.
 
-    def __init__(self, scales_s: Any, slot: Any, layout: Layout):
-        assert layout.blocks is not None
-        self._scales_s = scales_s
-        self._slot = slot
-        self._blocks = layout.blocks
-        self._slab_blocks = layout.slab_blocks
-        self._rows: dict[int, Any] = {}
+    scales_s: [scales and offsets of the slab, 64 outputs] in shared memory.
+    """
+    assert layout.blocks is not None
+    block_inputs = layout.blocks.inputs
 
-    def applied(self, numbers: Any, chunk: int) -> Any:
-        """Returns the weights [64, 64] float32 of the numbers of a piece of WORDS inputs."""
-        weights = numbers * self._over_inputs(0, chunk)
-        if self._blocks.offset:
-            weights = weights + self._over_inputs(self._slab_blocks, chunk)
-        return weights
-
-    def _over_inputs(self, first: int, chunk: int) -> Any:
-        """Returns [64 outputs, 64 inputs]: of each number, its row behind the row `first`."""
-        block = chunk * WORDS // self._blocks.inputs
-        rows = self._row(first + block)
-        if self._blocks.inputs >= WORDS:
+    def over_inputs(first: int) -> Any:
+        """Of each number, its row behind the row `first`."""
+        block = first + chunk * WORDS // block_inputs
+        rows = _over_columns(scales_s, block)
+        if block_inputs >= WORDS:
             return rows
         inputs = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=WGMMA)
-        return jnp.where(inputs < self._blocks.inputs, rows, self._row(first + block + 1))
+        return jnp.where(inputs < block_inputs, rows, _over_columns(scales_s, block + 1))
 
-    def _row(self, row: int) -> Any:
-        if row not in self._rows:
-            bits = plgpu.layout_cast(self._scales_s[self._slot, row], WGMMA.reduce(1))
-            self._rows[row] = lax.bitcast_convert_type(bits, jnp.float32)
-        return lax.broadcast_in_dim(self._rows[row], (OUTPUTS, WORDS), [0])
+    weights = numbers * over_inputs(0)
+    return weights + over_inputs(layout.slab_blocks) if layout.blocks.offset else weights
+
+
+def _over_columns(scales_s: Any, row: Any) -> Any:
+    bits = plgpu.layout_cast(scales_s[row], WGMMA.reduce(1))
+    numbers = lax.bitcast_convert_type(bits, jnp.float32)
+    return lax.broadcast_in_dim(numbers, (OUTPUTS, WORDS), [0])
 
 
 def _product(weights_s: Any, x_s: Any, slot: Any, begin: int, columns: int) -> jax.Array:
