@@ -135,9 +135,7 @@ class Case:
         d = self.head_size
         if self.kernel == "chunks":
             return chunks.shared_bytes(d, itemsize=2, tiles=tiles), tiles.chunk_stages
-        shared = decode.shared_bytes(
-            d, self.group, itemsize=2, tiles=tiles, queries=self.queries
-        )
+        shared = decode.shared_bytes(d, self.group, itemsize=2, tiles=tiles, queries=self.queries)
         return shared, tiles.decode_stages
 
 

@@ -106,9 +106,7 @@ def layout_of(matrix: Matrix) -> Layout:
     tiles = -(-matrix.inputs // TILE)
     slab = tiles
     if tiles > MOST_TILES:
-        slab = min(
-            range(MOST_TILES, FEWEST_TILES - 1, -1), key=lambda size: round_up(tiles, size)
-        )
+        slab = min(range(MOST_TILES, FEWEST_TILES - 1, -1), key=lambda size: round_up(tiles, size))
     return Layout(-(-tiles // slab), slab, round_up(matrix.outputs, LANES), matrix.blocks)
 
 
@@ -254,7 +252,9 @@ def _kernel(layout: Layout, x_ref, words_ref, y_ref, weights_ref) -> None:
     def begin():
         y_ref[...] = jnp.zeros_like(y_ref)
 
-    lax.fori_loop(0, layout.tiles, lambda tile, _: _widen(layout, words_ref, weights_ref, tile), None)
+    lax.fori_loop(
+        0, layout.tiles, lambda tile, _: _widen(layout, words_ref, weights_ref, tile), None
+    )
     y_ref[...] += lax.dot_general(
         x_ref[...], weights_ref[...], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -202,7 +202,9 @@ def assert_contract(arguments: dict[str, Any], impl: str) -> None:
     chex.assert_shape(output, exact.shape)
     chex.assert_type(output, arguments["x"].dtype)
     limit = ERROR[arguments["x"].dtype.name] * max(np.abs(exact).max(), size_of_terms(arguments))
-    if impl in ("xla", *PALLAS) and arguments["low"] is not None:  # it rounds the inner products to x's dtype
+    if (
+        impl in ("xla", *PALLAS) and arguments["low"] is not None
+    ):  # it rounds the inner products to x's dtype
         limit = 4 * limit
     chex.assert_trees_all_close(output.astype(np.float64), exact, rtol=0, atol=limit)
 
@@ -528,7 +530,10 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"impl": "gpu"}, "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu', 'pallas_gpu'"),
+        (
+            {"impl": "gpu"},
+            "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu', 'pallas_gpu'",
+        ),
         ({"x": zeros((3, 9))}, r"x is \(3, 9\); the weight \[64, 8\] needs \[T, 8\]"),
         ({"bias": zeros(63)}, r"bias is \(63,\); x \(3, 8\) and the weight \[64, 8\] need \(64,\)"),
         ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),

@@ -147,7 +147,7 @@ def test_a_ring_fits_in_shared_memory():
         sizes = [kernel.shared_bytes(layout, kernel.columns_of(tokens)) for tokens in (1, 32, 300)]
         assert sizes == sorted(sizes)
         assert sizes[-1] <= SHARED
-        if layout.slab_scales <= 16:  # two blocks of threads on a multiprocessor
+        if layout.slab_scales <= 8:  # two blocks of threads on a multiprocessor
             assert 2 * sizes[0] <= SHARED
 
 
@@ -307,9 +307,7 @@ def test_an_old_jax_is_an_obstacle(monkeypatch):
         products.choose("pallas_gpu", HOPPER, **FACTS)
 
 
-@pytest.mark.parametrize(
-    "impl", ["pallas_tpu", pytest.param("pallas_gpu", marks=on_newer_jax)]
-)
+@pytest.mark.parametrize("impl", ["pallas_tpu", pytest.param("pallas_gpu", marks=on_newer_jax)])
 def test_other_activations_are_an_error(impl):
     product = stored("int4_128", tokens=1, inputs=128, outputs=64)
     packed = IMPLS[impl].pack(product.weight, product.matrix)

@@ -123,7 +123,6 @@ def product(
                 plgpu.barrier_wait(full.at[slot])
                 run = plgpu.layout_cast(words_s[slot], WGMMA)
                 for begin in range(0, chunks, CHUNKS):
-
                     # a loop, and not four copies of it: they would take 168 registers, with which
                     # a multiprocessor holds one block of threads and not two
                     def widen(chunk, _, begin=begin):
@@ -152,9 +151,7 @@ def product(
         scales_memory = (plgpu.SMEM((stages, layout.slab_scales, OUTPUTS), jnp.int32),)
     kernel = plgpu.kernel(
         linear_words,
-        out_type=jax.ShapeDtypeStruct(
-            (parts, num_tiles * OUTPUTS, x_tiles * columns), jnp.float32
-        ),
+        out_type=jax.ShapeDtypeStruct((parts, num_tiles * OUTPUTS, x_tiles * columns), jnp.float32),
         scratch_types=(
             _swizzled((stages, chunks, columns, WORDS), jnp.bfloat16),
             _swizzled((stages, OUTPUTS, WORDS), jnp.int32),
