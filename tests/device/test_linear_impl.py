@@ -4,6 +4,7 @@ own in a file.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -20,8 +21,8 @@ from pagedjax.device.batch import Batch, blank_sampling
 from pagedjax.device.cache import init
 from pagedjax.device.models import Decoder, matrices
 from pagedjax.device.models.decoder import samples_of
-from pagedjax.weights.trained import whole
-from pallas_kernels.linear import IMPLS, Implementation
+from pagedjax.weights.trained import replacement_state, whole
+from pallas_kernels.linear import IMPLS, Implementation, pallas_tpu
 from tests import quick_compiler
 from tests.device.test_llama import chosen, lay_out
 from tests.device.test_model_families import config_of
@@ -180,6 +181,34 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
         )
     chex.assert_trees_all_close(packed_hidden[:5], plain_hidden[:5], atol=2e-5)
     chex.assert_trees_all_close(packed_pages, plain_pages, atol=1e-6)
+
+
+def test_a_kernel_over_words_serves_an_engine_and_takes_new_weights(monkeypatch):
+    """The kernel for TPUs, interpreted, with int8 weights. Its words have another dtype."""
+    kernel = IMPLS["pallas_tpu"]._replace(
+        multiply=partial(pallas_tpu.multiply, interpret=True), obstacle=lambda device, **facts: ""
+    )
+    monkeypatch.setitem(IMPLS, "pallas_tpu", kernel)
+    config = config_of("Llama 2", num_hidden_layers=1)
+    params = random_params(config)
+    options = {"dtype": "bfloat16", "weight_dtype": "int8"}
+    plain = from_params(params, config, linear_impl="xla", **options)
+    in_words = from_params(params, config, linear_impl="pallas_tpu", **options)
+    leaves = [leaf.get_value() for _, leaf in nnx.to_flat_state(in_words.model.params)]
+    assert {leaf.dtype.name for leaf in leaves} >= {"int32", "bfloat16", "float32"}
+    chex.assert_trees_all_equal(whole(in_words.model), whole(plain.model))
+    (xla, _), (pallas, llm) = (
+        outputs(model, impl, weight_dtype="int8")
+        for model, impl in ((plain, "xla"), (in_words, "pallas_tpu"))
+    )
+    assert llm.engine.config.linear_impl == "pallas_tpu"
+    for (tokens, logprobs), (expected_tokens, expected) in zip(pallas, xla, strict=True):
+        assert tokens == expected_tokens
+        chex.assert_trees_all_close(logprobs, expected, atol=0.05)
+    others = jax.tree.map(lambda x: np.asarray(2 * x, jnp.bfloat16), params)
+    replaced = replacement_state(in_words.model, others)
+    made = from_params(others, config, linear_impl="pallas_tpu", **options).model.params
+    chex.assert_trees_all_equal(replaced, made)
 
 
 class Device(NamedTuple):
