@@ -4,8 +4,8 @@ Words lie in runs. Digit d of word w of a run of R words is the number of the in
 shift of a run gives R neighbouring inputs. Behind the words are the scales of blocks and their
 offsets, as words too: the bits of float32 numbers.
 
-A kernel has an order of its own for runs and scales. `layout_of` says which matrices have words at
-all; the others stay as they are stored. The first ones are packed on the host, once.
+A kernel has an order of its own for runs and scales. `has_words` says which matrices have words; they
+are packed on the host, once. The others stay as they are stored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pallas_kernels.linear.blocks import (
 from pallas_kernels.linear.implementation import Matrix
 
 WORD_BITS = 32
-# Of a small float: 2 to the power of its smallest exponent less one, and what that adds to its
-# exponent in a float32
+# What is added to the exponent of a small float to make that of a float32, and the float32 that its
+# exponent 0 then means
+E4M3_EXPONENT = 127 - 7
 E4M3_SMALLEST = 2.0**-7
-E4M3_EXPONENT = 120
 
 
 class Digits(NamedTuple):
@@ -69,7 +69,9 @@ def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
         return False
     if matrix.blocks is None:
         return dtype == np.int8
-    return matrix.blocks.scale == "float32" and matrix.blocks.inputs >= smallest
+    blocks = matrix.blocks
+    are_known = blocks.bits == 8 or blocks.numbers == NUMBERS[0]
+    return are_known and blocks.scale == "float32" and blocks.inputs >= smallest
 
 
 # --- on the host, and where rows of a matrix are gathered -----------------------------------------
@@ -146,10 +148,10 @@ def numbers_of(words: jax.Array, digit: Any, blocks: Blocks | None) -> jax.Array
     """
     if bits_of(blocks) == 4:
         assert blocks is not None
-        return ((words >> 4 * digit & 15) - blocks.zero).astype(jnp.float32)
+        return (((words >> (4 * digit)) & 15) - blocks.zero).astype(jnp.float32)
     if blocks is None or blocks.numbers == NUMBERS[0]:
-        return (words << 24 - 8 * digit >> 24).astype(jnp.float32)
-    return _e4m3(words >> 8 * digit & 255)
+        return ((words << (24 - 8 * digit)) >> 24).astype(jnp.float32)
+    return _e4m3((words >> (8 * digit)) & 255)
 
 
 def _e4m3(byte: jax.Array) -> jax.Array:
