@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot, aot_tpu, bundles, timing, tune
+from pallas_kernels import aot, aot_linear, aot_tpu, bundles, timing, tune
+from pallas_kernels.linear import pallas_tpu as linear_tpu
+from pallas_kernels.linear.pallas_gpu.layout import SMALLEST
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
@@ -84,6 +86,28 @@ def test_every_supported_gpu_shape_is_compiled():
         with_sinks = {(case.head_size, case.queries) for case in kernel_cases if case.sinks}
         assert with_sinks == {(case.head_size, case.queries) for case in kernel_cases}
     assert set(aot.GPT_OSS) <= set(aot.quick(cases))
+
+
+@pytest.mark.parametrize(
+    ("products", "smallest"),
+    [(aot_linear.gpu_products, SMALLEST), (aot_linear.tpu_products, linear_tpu.PIECE)],
+    ids=["gpu", "tpu"],
+)
+def test_every_stored_format_is_compiled(products, smallest):
+    cases = list(products())
+    assert len(set(cases)) == len(cases)
+    assert {case.weights for case in cases} == set(aot_linear.formats(smallest))
+    assert {case.weights for case in aot_linear.quick(cases)} == set(aot_linear.OFTEN)
+
+
+def test_the_roofline_of_a_product_counts_its_words_once():
+    tiles = TpuTiles.read("v5e")
+    product = aot_linear.Product("int4_128", 4096, 4096, tokens=16)
+    estimate = aot_tpu.estimate_of_product(product, tiles)
+    weight = 4096 * 4096 * 4.25 / 8
+    assert estimate.nbytes == weight + 16 * 4096 * (2 + 4)
+    assert estimate.flops == 2 * 16 * 4096 * 4096
+    assert estimate.seconds == pytest.approx(estimate.nbytes / tiles.bandwidth)
 
 
 def test_an_old_jax_is_an_error_with_the_needed_version(capsys, monkeypatch):
