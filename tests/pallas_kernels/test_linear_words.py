@@ -30,7 +30,7 @@ from tests.refusals import refused
 pytestmark = pytest.mark.few_optimisations
 on_newer_jax = pytest.mark.skipif(bool(old_jax()), reason="GPU interpret mode needs JAX 0.11")
 ONE = Tiles.read("h200")._replace(multiprocessors=1)  # the inputs are not split
-SHARED = 227 * 1024  # bytes of shared memory of a block of threads of Hopper
+SHARED = 227 * 1024  # bytes of shared memory of a block of threads on Hopper, at most
 ROUNDED = 2.0**-8  # the error of a weight in bfloat16, of the largest sum
 
 
@@ -147,8 +147,6 @@ def test_a_ring_fits_in_shared_memory():
         sizes = [kernel.shared_bytes(layout, kernel.columns_of(tokens)) for tokens in (1, 32, 300)]
         assert sizes == sorted(sizes)
         assert sizes[-1] <= SHARED
-        if layout.slab_scales <= 8:  # two blocks of threads on a multiprocessor
-            assert 2 * sizes[0] <= SHARED
 
 
 @on_newer_jax
@@ -157,11 +155,12 @@ def test_the_inputs_of_few_outputs_are_split_and_no_part_is_empty():
 
     layout = gpu_layout.layout_of(Matrix(4096, 8192, blocks=BLOCKS["int4_128"]))
     assert layout.slabs == 16
-    assert kernel.part_slabs(layout, 64, 132) == 4
-    assert kernel.part_slabs(layout, 1, 132) == 1
-    assert kernel.part_slabs(layout, 264, 132) == 16
-    assert kernel.part_slabs(layout, 1000, 132) == 16
-    assert kernel.part_slabs(layout, 44, 132) == 3  # 6 parts, of which the last has one slab
+    assert [kernel.blocks_at_once(layout, columns, 132) for columns in (8, 16)] == [264, 132]
+    assert kernel.part_slabs(layout, 64, 264) == 4
+    assert kernel.part_slabs(layout, 1, 264) == 1
+    assert kernel.part_slabs(layout, 264, 264) == 16
+    assert kernel.part_slabs(layout, 1000, 264) == 16
+    assert kernel.part_slabs(layout, 44, 264) == 3  # 6 parts, of which the last has one slab
 
 
 # --- the kernels ----------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ from pallas_kernels.linear.pallas_gpu.layout import OUTPUTS, WORDS, Layout
 COLUMNS = 8  # WGMMA's smallest width
 MAX_COLUMNS = 64  # tokens of a tile
 CHUNKS = 4  # pieces of WORDS inputs of a product
+SHARED = 233472  # bytes of shared memory of a multiprocessor
+RESERVED = 1024  # of them, for each block of threads
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -56,13 +58,21 @@ def shared_bytes(layout: Layout, columns: int) -> int:
     return stages_of(columns) * (of_words + of_tokens) + weights + 4 * OUTPUTS * columns
 
 
-def part_slabs(layout: Layout, blocks: int, multiprocessors: int) -> int:
-    """Returns the slabs of a part of the inputs.
-
-    blocks: of threads, for each part. As many parts as fit on the device at once, two blocks of
-        threads on each multiprocessor.
+def blocks_at_once(layout: Layout, columns: int, multiprocessors: int) -> int:
+    """Returns the blocks of threads that the device holds at once: with few columns, two on each
+    multiprocessor.
     """
-    parts = max(1, min(layout.slabs, 2 * multiprocessors // blocks))
+    of_two = 2 * (shared_bytes(layout, columns) + RESERVED)
+    return multiprocessors * (2 if of_two <= SHARED else 1)
+
+
+def part_slabs(layout: Layout, blocks: int, places: int) -> int:
+    """Returns the slabs of a part of the inputs, of which there are as many as fit on the device.
+
+    blocks: of threads, for each part.
+    places: blocks of threads that the device holds at once.
+    """
+    parts = max(1, min(layout.slabs, places // blocks))
     return -(-layout.slabs // parts)
 
 
@@ -83,7 +93,8 @@ def product(
     x_tiles = -(-t // columns)
     stages = stages_of(columns)
     chunks = layout.chunks
-    slabs = part_slabs(layout, num_tiles * x_tiles, multiprocessors)
+    places = blocks_at_once(layout, columns, multiprocessors)
+    slabs = part_slabs(layout, num_tiles * x_tiles, places)
     parts = -(-layout.slabs // slabs)
     blocks = layout.blocks
     has_scales = blocks is not None
