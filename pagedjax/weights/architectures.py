@@ -1,5 +1,5 @@
-"""Facts about each supported architecture: the defaults of its config, and where GGUF files are
-described.
+"""What is known of the files of each supported architecture: the defaults of its config.json, the
+names of its tensors, and how a GGUF file describes it.
 
 To add an architecture, write its module in device/models, and add its `Family` here.
 """
@@ -33,13 +33,13 @@ class Architecture(NamedTuple):
     """Facts about the config.json and the tensors of an architecture.
 
     defaults: values that transformers uses for keys that config.json lacks.
-    nullable: keys whose null is a value; for other keys null means the default.
+    nullable: keys for which null is a value. For other keys null means the default.
     required: config keys that must be present and be positive integers.
     renamed: the architecture's own keys -> the usual keys.
-    prefix: optional prefix of tensor names; it is removed.
+    prefix: of the tensor names of some files; it is removed.
     layer_types: the kinds of layers that config.json may name.
-    starts: how names of tensors start in some files -> how they start in the others.
-    gguf: None if GGUF files of this architecture are not supported.
+    starts: other beginnings of tensor names, which some files have -> the usual beginnings.
+    gguf: how GGUF files describe the architecture; None: they are not supported.
     """
 
     defaults: Mapping[str, Any]
@@ -57,7 +57,9 @@ class Architecture(NamedTuple):
 
 
 def renamed_start(name: str, starts: Mapping[str, str]) -> str:
-    """The name with the first of these starts that it has replaced."""
+    """The name with its usual beginning. starts: other beginning -> usual one; the first one that
+    the name has is replaced.
+    """
     for start, usual in starts.items():
         if name.startswith(start):
             return usual + name.removeprefix(start)
@@ -173,8 +175,10 @@ MORE_LAYERS = ("model.layers.{layers}.*",)  # a layer that predicts several toke
 def _built_in(
     model_type: str, module: str, architecture: Architecture, ignored: Sequence[str] = ()
 ) -> Family:
-    """A family whose functions are in a module of `pagedjax.device.models`. The module imports jax.
-    So it is imported when a function is first called, and headers are read without jax.
+    """A family whose functions are in a module of `pagedjax.device.models`.
+
+    That module imports jax. It is imported when one of its functions is called, so that the headers
+    of files are read without jax.
     """
 
     def models() -> Any:
@@ -498,10 +502,10 @@ FAMILIES = {family.model_type: family for family in _BUILT_IN}
 
 
 class Composite(NamedTuple):
-    """A model of text and images, of which the text is read.
+    """A model of text and images. Only its text model is read.
 
-    text: the `model_type` of its text_config, if that names none.
-    defaults: what transformers uses for other keys that the text_config lacks.
+    text: the `model_type` of the text model if text_config does not name one.
+    defaults: the values that transformers uses for other keys that text_config lacks.
     """
 
     text: str
@@ -524,7 +528,7 @@ COMPOSITES = {
     "qwen3_5": Composite("qwen3_5_text", {}),
     "qwen3_5_moe": Composite("qwen3_5_moe_text", {}),
 }
-# how the names of text tensors start in files of composites -> in files of their text models
+# beginnings of the names of text tensors: in files of composites -> in files of text models
 TEXT_STARTS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -535,18 +539,18 @@ IMAGE_STARTS = tuple(
     for prefix in ("", "model.")
     for part in ("vision_tower", "multi_modal_projector", "visual")
 )
-# keys beside text_config that are of the text too
+# keys beside text_config, in the config of the composite, that hold for its text model
 SHARED_KEYS = "eos_token_id", "tie_word_embeddings", "quantization_config"
 
 
 def is_composite(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of text and images, of which the text is read."""
+    """Whether a config.json describes a model of text and images whose text model can be read."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in COMPOSITES
 
 
 def text_part(config: Mapping[str, Any], source: Any) -> Mapping[str, Any]:
-    """The config of the text model of a composite; another config as it is."""
+    """The config of the text model, of a composite; any other config as it is."""
     if not is_composite(config):
         return config
     composite = COMPOSITES[config["model_type"]]
@@ -562,8 +566,8 @@ def text_part(config: Mapping[str, Any], source: Any) -> Mapping[str, Any]:
 
 # --- what other families have ---------------------------------------------------------------------
 
-# Keys that change what a model computes, and leave its tensors as they are: a family that does not
-# read them would give wrong answers without an error. By key, the values that change nothing.
+# Keys that change what a model computes, but not the shapes of its tensors. A family that does not
+# read such a key would give wrong answers without an error. By key, the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
     "rotary_pct": (1, 1.0),
@@ -597,11 +601,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 def _check_read(
     config: Mapping[str, Any], source: Any, family: Family | None, architecture: Architecture
 ) -> None:
-    """Raises ValueError for a key that changes what a model computes, and that its family does not
-    read: it is not one of the defaults.
+    """Raises ValueError for a key that changes what a model computes, if the family does not read
+    it. A built-in family reads the keys of its architecture's defaults.
     """
     keys = NEUTRAL
-    if family is not None:  # it may read any key; this one is new to families of one's own
+    if family is not None:
+        # A family of one's own may read any key. But one that was written before this key came here
+        # does not know it.
         keys = {"partial_rotary_factor": NEUTRAL["partial_rotary_factor"]}
     for key, neutral in keys.items():
         value = config.get(key)
@@ -622,15 +628,16 @@ def _check_read(
 def normalised(
     config: Mapping[str, Any], source: Any, family: Family | None = None
 ) -> dict[str, Any]:
-    """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into
+    """The config with defaults for missing keys. `rope_parameters` (transformers 5) is split into
     theta and scaling.
 
     Args:
-        family: the user's own family, of which the config must be; None: it is one of FAMILIES.
+        source: where the config is from, for errors.
+        family: the user's own family, which must be that of the config; None: one of FAMILIES.
 
     Raises:
-        ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins
-            with `source`.
+        ValueError: an unsupported model_type, a missing key or a value of the wrong type. The
+            message begins with `source`.
     """
     if family is None or family.model_type != config.get("model_type"):
         config = text_part(config, source)
@@ -687,7 +694,7 @@ def _normalised(
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         scaling["rope_type"] = "longrope" if kind == "su" else kind  # its name in older files
         scaling.pop("type", None)
-    # where an architecture scales by default, "default" says that this model does not
+    # if an architecture scales by default, the type "default" says that this model does not scale
     is_scaled = architecture.defaults.get("rope_scaling") or scaling.get("rope_type") != "default"
     result["rope_scaling"] = scaling if scaling and is_scaled else None
     present = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}

@@ -1,8 +1,9 @@
-"""028: one prompt, 1,000 greedy completions under varying load, and the log-probabilities of a
-sampler beside those of a trainer. Both with and without batch invariance, on JAX's device.
+"""028: how many different answers one greedy prompt has under varying load, and how far the
+log-probabilities of a trainer are from those of its sampler. Both are measured with and without
+batch invariance, on JAX's device.
 
-It has no config, because an engine serves the requests while others come and go.
-The published numbers are from notes on the page, and were not checked there.
+The study has no config: its engine serves the requests while others come and go.
+The published numbers were copied from notes about the page, not from the page itself.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ QUESTION = "How many answers has one greedy prompt, and how far is a trainer fro
 SOURCE = "He 2025, Defeating Nondeterminism in LLM Inference (Thinking Machines)"
 DTYPE = "bfloat16"
 SEED = 28
-COMPANY = 0.25  # other requests for each completion
-RATES = (0.05, 0.2, 0.6)  # requests a step, drawn anew for each span of steps
-SPAN = 40  # steps
+COMPANY = 0.25  # other requests that come for each completion
+RATES = (0.05, 0.2, 0.6)  # completions that begin in a step, on average; one is drawn for each span
+SPAN = 40  # steps with one rate
 LONGEST = 160  # prompt tokens of other requests
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 32,
@@ -40,7 +41,7 @@ ENGINE: dict[str, Any] = {
     "token_buckets": (8, 32, 64),
     "max_model_len": 256,
     "num_blocks": 1024,
-    "enable_prefix_caching": False,  # else all requests have the keys of the first one
+    "enable_prefix_caching": False,  # with it, all completions read the keys of the first one
 }
 MODES = {"ordinary": False, "batch-invariant": True}
 WHY_ONE = (
@@ -50,7 +51,9 @@ WHY_ONE = (
 
 
 class Size(NamedTuple):
-    """completions: of the one prompt. prompt, output: its tokens. rollouts: sampled answers."""
+    """completions: greedy answers to the prompt. prompt: its tokens. output: tokens of each answer.
+    rollouts: sampled answers, whose log-probabilities are compared.
+    """
 
     completions: int
     prompt: int
@@ -84,12 +87,14 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def prompt_of(llm: LLM, size: Size) -> list[int]:
-    """The one prompt: tokens of Python's documentation."""
+    """The prompt: the first tokens of a page of Python's documentation."""
     return list(llm.tokenizer.encode(topics["assignment"]))[: size.prompt]
 
 
 def completions(llm: LLM, size: Size) -> list[tuple[int, ...]]:
-    """The greedy completions of one prompt, while it and other requests arrive at random."""
+    """The greedy completions of the prompt. It is sent again and again at random times, and so are
+    other requests.
+    """
     rng = np.random.default_rng(SEED)
     session = llm.session
     prompt = prompt_of(llm, size)
@@ -119,7 +124,7 @@ def completions(llm: LLM, size: Size) -> list[tuple[int, ...]]:
 
 
 def first_difference(answers: Sequence[tuple[int, ...]]) -> int | None:
-    """The first position at which not all answers have one token; None: all are equal."""
+    """The first position at which two answers have different tokens; None: all are equal."""
     columns = zip(*answers, strict=True)
     return next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)
 
@@ -128,22 +133,26 @@ def first_difference(answers: Sequence[tuple[int, ...]]) -> int | None:
 
 
 class Distance(NamedTuple):
-    """kl: KL(sampler | trainer) in nats a token. largest: difference of a log-probability."""
+    """How far a trainer is from its sampler.
+
+    kl: KL(sampler | trainer), in nats a token.
+    largest: the largest difference of the two log-probabilities of a token.
+    """
 
     kl: float
     largest: float
 
 
 def trained_module() -> nnx.Module:
-    """The model with matrices as a trainer stores them."""
+    """The model, with its matrices in the layout of a trainer, which XLA multiplies."""
     loaded = load_model(DEFAULT_MODEL, dtype=DTYPE, linear_impl="xla").model
     return nnx.merge(loaded.graphdef, loaded.params)
 
 
 def distance(llm: LLM, module: Any, size: Size, invariant: bool) -> Distance:
-    """How far the log-probabilities of `score` are from those of the tokens that were sampled.
+    """How far the log-probabilities of `score` are from those that the engine sampled with.
 
-    KL is estimated by k3 (Schulman 2020), without bias: the mean of exp(d) - 1 - d.
+    KL is estimated by k3 (Schulman 2020): the mean of exp(d) - 1 - d, which has no bias.
     """
     params = SamplingParams(
         temperature=1.0,
@@ -175,8 +184,9 @@ def distance(llm: LLM, module: Any, size: Size, invariant: bool) -> Distance:
         return score(nnx.merge(graphdef, state), tokens, batch_invariant=invariant)
 
     trained = np.concatenate([np.asarray(scores(state, row[None])) for row in tokens])
-    apart = (trained[:, len(output.prompt_token_ids) :] - sampled).astype(np.float64)
-    return Distance(float(np.mean(np.expm1(apart) - apart)), float(np.abs(apart).max()))
+    differences = (trained[:, len(output.prompt_token_ids) :] - sampled).astype(np.float64)
+    kl = float(np.mean(np.expm1(differences) - differences))
+    return Distance(kl, float(np.abs(differences).max()))
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -187,7 +197,7 @@ Distances = dict[str, Distance]
 
 def claims_of(answers: Answers, distances: Distances) -> list[Claim]:
     counts = {mode: exactly(len(set(texts))) for mode, texts in answers.items()}
-    kls = {mode: exactly(far.kl) for mode, far in distances.items()}
+    kls = {mode: exactly(distance.kl) for mode, distance in distances.items()}
     number = len(answers["ordinary"])
     return [
         Claim(

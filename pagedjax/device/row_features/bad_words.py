@@ -1,8 +1,8 @@
-"""`bad_words`: sequences of tokens that an output never contains. The last token of a sequence is
-forbidden where the output ends with the others.
+"""`bad_words`: sequences of tokens that an output never contains. If the output ends with all
+tokens of a sequence but the last one, that last token is forbidden.
 
-A row compares the end of its history with all of its sequences at once. Only tokens of the output
-count as history, as in vLLM: a word that begins in the prompt may be completed.
+The end of a row's output is compared with all of its sequences at once. Tokens of the prompt are
+not compared, as in vLLM. So the output may complete a word that begins in the prompt.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     after = rows["after"]
     word = rows["word"]
     ends = after == 0
-    # A token of a word that has `after` more tokens must be in the output, `after` places before
-    # the next token. Else the word is not begun.
+    # `after` tokens of its word come behind a token. If the next token ends the word, this one is
+    # `after` places before it. A word of which a token is not in its place is not completed now.
     differs = ~ends & (_sampled_before(after, context) != ids)
     broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)  # [B, words]
     forbidden = (ids >= 0) & ends & ~broken[row, word]
@@ -73,8 +73,8 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
 
 
 def _sampled_before(distance: jax.Array, context: RowContext) -> jax.Array:
-    """[B, n] the output tokens at some distances before the next one, or NO_TOKEN. Distances are
-    below MAX_LENGTH.
+    """[B, n] the token of the output at each distance before the next one; NO_TOKEN if the output
+    is shorter. Distances are below MAX_LENGTH.
     """
     size = context.tokens.shape[1]
     row = jnp.arange(len(distance))[:, None]
@@ -92,10 +92,11 @@ BAD_WORDS = RowFeature(
     name="bad_words",
     stage="logits",
     off={
-        "ids": np.full(MAX_TOKENS, NO_TOKEN, np.int32),  # the tokens of all sequences
-        # of each: how many tokens of its sequence come after it
+        # the tokens of all sequences, one sequence behind the other
+        "ids": np.full(MAX_TOKENS, NO_TOKEN, np.int32),
+        # for each of these tokens, how many tokens of its sequence come after it
         "after": np.zeros(MAX_TOKENS, np.int32),
-        "word": np.zeros(MAX_TOKENS, np.int32),  # of each: the number of its sequence
+        "word": np.zeros(MAX_TOKENS, np.int32),  # for each of them, the number of its sequence
     },
     read=_read,
     apply=_apply,

@@ -16,11 +16,14 @@ LARGE_BLOCK = 16
 class World(NamedTuple):
     """A scheduler, a policy, and the requests that may come.
 
-    shapes: requests whose id is a letter; those of the world have that letter and a number.
-    requests: the most unfinished requests at one time, of any shapes.
-    gap: arrivals that are further apart than this count as this far apart (folding.py).
-    stride: an arrival's number is this much above the one before, if any request is unfinished:
-        others came between, and were cancelled while they waited.
+    shapes: one request of each kind that may come. Its id is a letter; the id of a request that
+        comes is the letter of its shape and a number.
+    requests: how many requests may be unfinished at one time, of all shapes together.
+    gap: the largest distance of two arrivals that the search counts; larger ones count as this one
+        (folding.py).
+    stride: the difference of the numbers of two arrivals that follow each other while a request is
+        unfinished. Above 1, further requests came between the two, and were cancelled while they
+        waited.
     cancels: whether requests may be cancelled.
     """
 
@@ -40,20 +43,21 @@ class World(NamedTuple):
 
     @property
     def passer(self) -> Request:
-        """A request that comes and is cancelled."""
+        """The shape of the requests that come between two arrivals and are cancelled."""
         return self.shapes[0]
 
 
 def worlds(policy: Policy, requests: int, num_blocks: int) -> tuple[World, ...]:
     """The worlds in which a policy is checked, the smallest first.
 
-    queue: one request runs at a time, and each ends in its first step. Only the order of admission
-        matters. Prompts are long enough for policies that weigh them against arrivals.
-    cached_queue: the same, with prompts that begin alike and a prefix cache.
-    recompute: long and short requests, of different users and priorities, with fewer blocks than
-        they need together. Preempted ones are computed again.
-    swap: the same, with half as many host blocks.
-    prefix: the same as recompute, with prompts that begin alike and a prefix cache.
+    queue: one request runs at a time, and ends in its first step. So only the order of admission
+        matters. Prompts are long enough to matter to a policy that weighs the length of a prompt
+        against the age of a request.
+    cached_queue: as queue, with a prefix cache, and prompts with a common beginning.
+    recompute: long and short requests of different users and priorities. Together they need more
+        blocks than there are, so some are preempted, and computed again.
+    swap: as recompute, with a swap space of half as many blocks.
+    prefix: as recompute, with a prefix cache, and prompts with a common beginning.
 
     Raises:
         ValueError: a number is below 1.
@@ -127,7 +131,7 @@ def _shape(
 
 
 def _with_hashes(shapes: tuple[Request, ...], block_size: int) -> tuple[Request, ...]:
-    """The requests with hashes of their full blocks; "c" begins otherwise than the others."""
+    """The requests with hashes of their full blocks. All but "c" have a common beginning."""
     return tuple(
         [
             shape._replace(

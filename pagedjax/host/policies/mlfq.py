@@ -1,26 +1,28 @@
 """`mlfq`: a skip-join multi-level feedback queue (FastServe; Wu et al. 2023, arXiv 2305.05920).
 
-There are `levels` queues. A sequence of level i has `quantum * ratio**i` tokens of work before it
-is demoted to the next level; the last level has no end. Work is a token for each generated token,
-and `prompt_work` for each prompt token at the first admission. So that a long prompt does not use
-up the quanta of the first levels, a request joins the first level whose quantum holds its prompt
-and one token (skip-join). Lower levels are offered first, and in a level the earlier arrival. If a
-sequence does not fit, running ones of higher levels are evicted for it, the highest first.
+There are `levels` queues. A sequence at level i has a quantum of `quantum * ratio**i` tokens of
+work. When the quantum is used up, the sequence is demoted to the next level. The last level has no
+limit. A generated token is one token of work. A prompt token is `prompt_work` of one, and counts
+once, at the first admission. A long prompt would use up the quanta of several levels at once. So a
+request joins the first level whose quantum holds its prompt and one token (skip-join). Lower levels
+are offered first, and within a level the earlier arrival. If a sequence does not fit, running
+sequences of higher levels are evicted for it, those of the highest level first.
 
-The paper measures work in the time of iterations; here it is counted in tokens, so that a run
+The paper measures work in the time of iterations. Here work is counted in tokens, so that a run
 replays without a clock. FastServe keeps the cache of an evicted sequence in host memory
-(`preemption="swap"`); without a swap space it is computed again, which is no work here.
+(`preemption="swap"`). Without a swap space the sequence is computed again, which is not counted as
+work.
 
-Ageing: a sequence that waited for `patience` steps since it last generated a token is promoted to
-level 0, with a quantum of its own. To be sent back to the queue counts as a step of waiting: else
-one that is sent back before each token would never be promoted.
+Ageing: a sequence waits for its next token. After `patience` steps of waiting it is promoted to
+level 0, with a full quantum. A step that sends it back to the queue counts as a step of waiting.
+Otherwise a sequence that is sent back before each token would never be promoted.
 
-Why every request ends: take the oldest unfinished request. If it generates no token, it is at level
-0 after `patience` steps of waiting, and the first there. The sequences that run at level 0 end or
-are demoted by their quanta, and then they are evicted for it. At level 0 nothing evicts it, and
-`preempt` takes it last, until it has generated `quantum` tokens. So it generates a token at least
-each time, and ends. By induction each request becomes the oldest. Under a load of short requests a
-long one advances by `quantum` tokens in about `patience` steps.
+Why every request ends: take the oldest unfinished request. If it generates no token for `patience`
+steps of waiting, it is promoted to level 0, and is the first there. The sequences that run at level
+0 end, or use up their quanta and are demoted. Demoted ones are evicted for it. At level 0 nothing
+evicts it, and `preempt` takes it last, until it has generated `quantum` tokens. So each promotion
+gives it at least one token, and it ends. By induction each request becomes the oldest. Under a load
+of short requests, a long request advances by `quantum` tokens in about `patience` steps.
 """
 
 from __future__ import annotations
@@ -51,10 +53,11 @@ from pagedjax.options.config import Integers
 class Job(NamedTuple):
     """A sequence in the queues.
 
-    work: tokens at this level.
-    prompt: prompt tokens that are no work yet.
+    work: tokens of the quantum of its level that are used up.
+    prompt: prompt tokens that have not been counted as work.
     since: the step in which it began to wait; None: it runs.
-    waited: steps since its last token (its first admission, if that is later), without this wait.
+    waited: steps of earlier waits since its last token, or since its first admission if that came
+        later. The wait that began at `since` is not in it.
     """
 
     level: int
@@ -76,12 +79,14 @@ class Queues(NamedTuple):
     patience: int = 256
 
     def folded(self) -> Map[str, Job]:
-        """What decides about the future: the jobs, where `waited` is the whole sum, and `since` is
-        0 for a job that was not offered yet, and else 1.
+        """The jobs, with numbers that lead to the same decisions made equal.
 
-        Longer than `patience` is as long. At level 0 nothing is promoted, and a job leaves it by a
-        token or its first admission, with which the sum begins anew. Work at the last level ends no
-        quantum.
+        - `waited` has all steps of waiting, those since `since` too. It is at most `patience`,
+          because a longer wait changes nothing.
+        - `waited` is 0 at level 0, because nothing there is promoted. A job leaves level 0 by a
+          token or by its first admission, and either sets `waited` anew.
+        - `since` is 0 for a job that was not offered yet, and 1 for another job that waits.
+        - `work` is 0 at the last level, which has no quantum to use up.
         """
         last = self.levels - 1
         jobs = self.jobs.mutate()
@@ -128,7 +133,7 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
     quanta = [quantum * ratio**level for level in range(levels - 1)] + [float("inf")]
 
     def worked(job: Job, work: float) -> Job:
-        """A job after some work: its level, when it has used up the quantum of others."""
+        """A job after some work: at the next level if its quantum is used up."""
         work += job.work
         if work < quanta[job.level]:
             return job._replace(work=work)

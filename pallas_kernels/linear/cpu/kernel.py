@@ -1,13 +1,15 @@
 """Products of activations with packed weights: compiled code behind XLA's FFI.
 
-    handle        XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
-                  pool for helpers, runs items, and waits for what helpers have begun.
-    _run_items    packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are
-                  packed, it computes items of the product, each some panels of the weight by some tiles.
+    handle        XLA calls it with a call frame. It cuts the rows of x into tiles of at most
+                  COLUMNS rows, asks XLA's thread pool for helpers, and runs items. At the end it
+                  waits for the items that helpers have begun.
+    _run_items    first packs tiles of x, one tile an item: it normalises the rows, and stores them
+                  input by input. When all tiles are packed, it multiplies. An item is now some
+                  panels of the weight by some tiles.
 
-A helper that begins too late finds no item. Shapes are read from the call frame, so one program
-serves all of them. A variant has code for its own dtypes alone, and for products of low rank if it
-has those (`job.py`).
+A helper that begins too late finds no item, and ends. Shapes are read from the call frame, so one
+program serves all shapes. A variant has code for its own dtypes alone; only a variant with products
+of low rank has code for these (`job.py`).
 """
 
 from __future__ import annotations
@@ -578,13 +580,13 @@ def _tile_count(rows):
 
 @compiled
 def _split(tiles, computed_panels, panel_bytes, inputs, matrices, workers):
-    """Returns (the most chunks that the tiles of a matrix are cut into, panels of a group).
+    """Returns (how many chunks the tiles of a matrix are cut into at most, panels of a group).
 
-    inputs: of a panel, or pairs of them.
+    inputs: of a panel, or pairs of inputs.
 
-    An item is a chunk by a group. Each worker gets at least 4 items where there are enough, so that
-    workers end together. There are as few chunks as that allows, because each chunk reads the whole
-    weight.
+    An item is a chunk of tiles by a group of panels. Each worker gets at least 4 items if there are
+    so many, so that workers end at about the same time. Otherwise there are few chunks, because the
+    whole weight is read for each chunk.
     """
     group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, MAX_DEPTH * 4 * PANEL)))
     min_items = 4 * workers
@@ -607,7 +609,7 @@ def _split(tiles, computed_panels, panel_bytes, inputs, matrices, workers):
 
 @compiled
 def _matrix_rows(frame, matrix):
-    """Returns how many rows of x a matrix multiplies; all of them if the call has no sizes."""
+    """Returns how many rows of x a matrix multiplies: all of them if the call has no sizes."""
     sizes = argument(frame, SIZES_OPERAND)
     if dim(sizes, 0) == 0:
         return dim(argument(frame, X_OPERAND), 0)
@@ -733,7 +735,7 @@ def _make_job(frame, workers):
 
 @compiled
 def _clear_padding(frame):
-    """Sets the results of the tokens that no matrix multiplies, the last ones, to zero.
+    """Sets the results of the last tokens to zero, which are multiplied with no matrix.
 
     XLA does not clear the result's memory.
     """

@@ -1,12 +1,13 @@
-"""Small functions that XLA gets in place of handlers that are not compiled yet.
+"""Trampolines: small functions that XLA gets in place of handlers that are not compiled yet.
 
-XLA wants a function when a program is compiled, asks it for the version of its interface, and calls
-it when the program runs. A trampoline answers the question itself. If it is called before its
-handler exists, it sleeps and looks again, in XLA's thread and without Python's lock. If there will
-be no handler, it returns the reason as an error.
+XLA needs the address of a function when it compiles a program. It asks that function for the
+version of its interface, and calls it when the program runs. A trampoline answers the question
+itself, and passes a call to its handler. While there is no handler, the trampoline sleeps and looks
+again. It does so in XLA's thread, without Python's lock. If the handler could not be compiled, the
+trampoline returns the reason as an error.
 
-Several trampolines are made at once, in milliseconds. Later, a compilation may hold LLVM for a
-second.
+SPARE trampolines are made at once, which takes milliseconds. To make them one by one would be slow:
+later, the compilation of a handler may hold LLVM for a second.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pallas_kernels.shared.cpu.memory import call, fetch_add, load_published
 from pallas_kernels.shared.cpu.translate import INT32, WORD, CFunction, Translation, compiled_apart
 from pallas_kernels.shared.cpu.xla_call import failure, is_query
 
-SPARE = 20  # trampolines that are made at once: more than a model has variants
+SPARE = 20  # trampolines that are made at once: more than a model needs
 WAIT = 500  # microseconds between two looks
 
 usleep: Any = CFunction("usleep", INT32, WORD)  # the C type is of 32 bits, in the same register
@@ -34,8 +35,8 @@ def _enter(frame, cell, team):
     """Calls the handler once it exists, or returns its error.
 
     team: address of the helpers' places (`team.py`).
-    cell: address of two words. They are the addresses of the handler and of the reason why there is
-        none; each is 0 until it is known.
+    cell: address of two words: the address of the handler, and the address of the reason why there
+        is none. A word is 0 until its value is known.
     """
     if is_query(frame):
         return 0
@@ -51,12 +52,12 @@ def _enter(frame, cell, team):
 
 @compiled_apart
 def _publish(place, word):
-    """Sets a word that is 0. Threads that see it also see all that was written before."""
+    """Sets a word that is 0. A thread that sees it also sees all that was written before it."""
     return fetch_add(place, word)
 
 
 class Trampoline:
-    """One of the functions. Its address never changes."""
+    """A function that XLA may have. Its address never changes."""
 
     def __init__(self, address: int, cell: np.ndarray, publish: Any) -> None:
         self.address = address
@@ -65,11 +66,11 @@ class Trampoline:
         self._message: Any = None
 
     def lead_to(self, handler: int) -> None:
-        """Makes calls go to the handler at an address, also calls that wait already."""
+        """Passes calls to the handler at an address, calls that already wait too."""
         self._publish(self._cell.ctypes.data, handler)
 
     def fail(self, reason: str) -> None:
-        """Makes calls return an error, also calls that wait already."""
+        """Makes calls return an error, calls that already wait too."""
         self._message = ctypes.create_string_buffer(reason.encode())
         self._publish(self._cell.ctypes.data + 8, ctypes.addressof(self._message))
 

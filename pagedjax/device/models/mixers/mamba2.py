@@ -1,11 +1,11 @@
 """`Mamba2`: the state space layer of Dao & Gu 2024 (arXiv 2405.21060), as in Mamba 2 and in hybrids
 such as Granite 4, Bamba and Nemotron-H.
 
-    z, inputs, dt = in(x)                           inputs: of values, keys and queries
-    v, k, q = silu(convolution(inputs))             [N D], [K E], [K E]
+    z, inputs, dt = in(x)
+    v, k, q = silu(convolution(inputs))             values [N D], keys [K E], queries [K E]
     dt = clip(softplus(dt + dt_bias));  decay = -exp(decay_log) * dt
     y = state read by q, with the update dt * v     (decayed_state.py)
-    out(norm((y + skip * v) * silu(z)))             the norm is over each of K parts
+    out(norm((y + skip * v) * silu(z)))             norm: of each of `norm_parts` parts by itself
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from pagedjax.device.row_reductions import row_means
 
 @dataclass(frozen=True)
 class Mamba2(StateMixer):
-    """Channels: values, keys and queries.
+    """The sizes of a layer. The channels of its convolution are values, keys and queries, in this
+    order.
 
     step_limits: the least and the largest dt.
-    bias, conv_bias: of both products, and of the convolution.
-    norm_parts: parts of the width that are normalised alone.
+    bias: whether the first and the last product add one.
+    conv_bias: whether the convolution adds one.
+    norm_parts: the number of equal parts of the values, each of which is normalised by itself.
     """
 
     step_limits: tuple[float, float] = (0.0, float("inf"))
@@ -43,7 +45,7 @@ class Mamba2(StateMixer):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Rows of the first product: z, inputs of the convolution, dt."""
+        """How many outputs of the first product are z, inputs of the convolution, and dt."""
         return self.values, self.channels, self.heads
 
     def layer(self, c: Any, dtype: str) -> MixerLayer:
@@ -82,7 +84,7 @@ class Mamba2Layer(MixerLayer):
         return self._output(y + self._skipped(value), gate, batch, residual)
 
     def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptNumbers, jax.Array, jax.Array]:
-        """(pages, outputs of the state and the skip [T, N, D], z [T, N D])."""
+        """The pages with these tokens; what the state gives plus skip * v [T, N, D]; z [T, N D]."""
         m = self.mixer
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
         product = self.inner(x, norm=norm, sizes=batch.used_tokens)
