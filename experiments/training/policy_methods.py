@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from experiments.training.policy_setup import Setup
 from experiments.twin import environment, network, scheduler
 from experiments.twin.environment import Environment, Params
 from experiments.twin.learned import FRACTION
@@ -58,14 +59,14 @@ class Estimate(NamedTuple):
 
 
 # (problem, setup, parameters, step, a key of this step) -> the estimate
-Method = Callable[[Problem, Any, Vector, jax.Array, jax.Array], Estimate]
+Method = Callable[[Problem, Setup, Vector, jax.Array, jax.Array], Estimate]
 
 
 # --- evolution strategies -------------------------------------------------------------------------
 
 
 def evolution(
-    problem: Problem, setup: Any, vector: Vector, step: jax.Array, key: jax.Array
+    problem: Problem, setup: Setup, vector: Vector, step: jax.Array, key: jax.Array
 ) -> Estimate:
     """The directions of the candidates, weighed by their ranks."""
     directions = jax.random.normal(key, (setup.pairs, vector.size))
@@ -96,7 +97,7 @@ def by_cache(function: Callable[..., Any], *rows: Any) -> Any:
 
 
 def policy_gradient(
-    problem: Problem, setup: Any, vector: Vector, step: jax.Array, key: jax.Array
+    problem: Problem, setup: Setup, vector: Vector, step: jax.Array, key: jax.Array
 ) -> Estimate:
     """REINFORCE with the other copies of an episode as its baseline."""
     copies = 2 * setup.pairs
@@ -120,34 +121,59 @@ def drawn_episode(
     problem: Problem, temperature: float, vector: Vector, key: jax.Array, noise_key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """An episode with drawn decisions -> (its return, the gradient of the logarithm of the
-    probability of its decisions).
+    probability of its decisions). The return is NaN if the episode cannot end.
     """
-    world = problem.world
-    params = problem.params
 
     def advance(carry: tuple[Any, jax.Array, Vector]) -> tuple[Any, jax.Array, Vector]:
         state, total, direction = carry
-        decisions_key = jax.random.fold_in(noise_key, state.scheduler.step)
-        keys, pull_back = jax.vjp(lambda v: float_keys(problem, v, state), vector)
-        noise = temperature * jax.random.gumbel(decisions_key, keys.shape)
-        runs = state.scheduler.phase == RUNNING
-        drawn = keys + jnp.where(runs, noise, -noise)
-        scores = jnp.round(drawn * 2**FRACTION).astype(jnp.int32)
-        _, after, reward, _, info = world.step_env(key, state, all_offered(scores), params)
-        plan = info["plan"]
-        computes = jnp.any(plan.counts > 0)
-        by_key = log_gradient(state.scheduler, plan, params.sizes, keys, scores, temperature)
-        (addition,) = pull_back(by_key)
-        return after, total + jnp.where(computes, reward, jnp.nan), direction + addition
+        step_key = jax.random.fold_in(noise_key, state.scheduler.step)
+        step = drawn_step(problem, temperature, vector, state, step_key)
+        return step.state, total + step.reward, direction + step.direction
 
     def unfinished(carry: tuple[Any, jax.Array, Vector]) -> jax.Array:
         state, total, _ = carry
         return jnp.any(state.scheduler.phase != ENDED) & ~jnp.isnan(total)
 
-    state = world.reset(key, params)[1]
+    state = problem.world.reset(key, problem.params)[1]
     first = (state, jnp.float32(0), jnp.zeros_like(vector))
     _, total, direction = jax.lax.while_loop(unfinished, advance, first)
     return total, direction
+
+
+class DrawnStep(NamedTuple):
+    """A step with drawn decisions.
+
+    state: after the step.
+    reward: float32 []; NaN if the step computed nothing.
+    direction: float32 [parameters], the gradient of the logarithm of the probability of its
+        decisions.
+    """
+
+    state: environment.State
+    reward: jax.Array
+    direction: Vector
+
+
+def drawn_step(
+    problem: Problem,
+    temperature: float,
+    vector: Vector,
+    state: environment.State,
+    key: jax.Array,
+) -> DrawnStep:
+    """One step: Gumbel noise on the keys draws who enters and who is preempted."""
+    keys, pull_back = jax.vjp(lambda v: float_keys(problem, v, state), vector)
+    noise = temperature * jax.random.gumbel(key, keys.shape)
+    runs = state.scheduler.phase == RUNNING
+    noisy_keys = keys + jnp.where(runs, noise, -noise)
+    scores = jnp.round(noisy_keys * 2**FRACTION).astype(jnp.int32)
+    params = problem.params
+    _, after, reward, _, info = problem.world.step_env(key, state, all_offered(scores), params)
+    plan = info["plan"]
+    computes = jnp.any(plan.counts > 0)
+    by_key = log_gradient(state.scheduler, plan, params.sizes, keys, scores, temperature)
+    (direction,) = pull_back(by_key)
+    return DrawnStep(after, jnp.where(computes, reward, jnp.nan), direction)
 
 
 def float_keys(problem: Problem, vector: Vector, state: environment.State) -> jax.Array:
@@ -166,10 +192,12 @@ def log_gradient(
     scores: jax.Array,
     temperature: float,
 ) -> jax.Array:
-    """float32 [N]: the derivative by the keys of the logarithm of the probability of a step's decisions.
+    """float32 [N]: the derivative by the keys of the logarithm of the probability of a step's
+    decisions.
 
-    A decision is which sequence is asked next. The one after the last that entered was asked, too, if
-    rows and tokens were left: its blocks were not there.
+    A decision draws the sequence that enters next, or the one that is preempted next. If rows and
+    tokens are left at the end, one more sequence was drawn: its blocks were not free, so it was
+    refused.
 
     Args:
         state: before the step.
@@ -183,9 +211,9 @@ def log_gradient(
     tokens = sizes.budget - jnp.sum(plan.counts)
     still_waits = waits & ~plan.admitted
     refused = scheduler.first_of(scores, still_waits) & (rows > 0) & (tokens > 0) & none_left
-    asked = plan.admitted | refused
+    drawn = plan.admitted | refused
     places = jnp.where(refused, jnp.sum(plan.admitted), plan.places)
-    entries = choice_gradient(-keys / temperature, waits, asked, places)
+    entries = choice_gradient(-keys / temperature, waits, drawn, places)
     exits = choice_gradient(keys / temperature, runs, plan.preempted, plan.places)
     return (exits - entries) / temperature
 
@@ -193,12 +221,13 @@ def log_gradient(
 def choice_gradient(
     logits: jax.Array, among: jax.Array, chosen: jax.Array, places: jax.Array
 ) -> jax.Array:
-    """float32 [N]: the derivative by the logits of the logarithm of the probability that these were
-    drawn in this order, without replacement.
+    """float32 [N]: the derivative by the logits of the logarithm of the probability of draws
+    without replacement.
 
     Args:
         among: bool [N], who could be drawn.
-        chosen: bool [N]; places: int32 [N], of each that is chosen: 0, 1, 2 ...
+        chosen: bool [N], who was drawn.
+        places: int32 [N], the place of each that was drawn: 0, 1, 2 ...
     """
 
     def draw(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,8 @@ held-out episodes with "fcfs", "shortest" and an oracle that knows all lengths, 
 checkpoint.
 
     OUT/run.json            the options of the run; a command with other options is refused
-    OUT/checkpoints/STEP/   parameters, optimiser, losses. A killed run resumes from the last one, bit for bit
+    OUT/checkpoints/STEP/   parameters, optimiser, losses. A killed run resumes from the last one,
+                            bit for bit
     OUT/learned.py          the policy, POLICY, for LLM(policy="OUT/learned.py:POLICY")
 
 The requests are of three kinds: chats, summaries (long prompts, short answers) and essays (short
@@ -48,6 +49,7 @@ from experiments.training.command import (
     setup_of,
 )
 from experiments.training.policy_methods import METHODS, Problem
+from experiments.training.policy_setup import Setup
 from experiments.training.updates import first_state, next_state
 from experiments.twin import environment, learned, network, policies, simulated, workloads
 from experiments.twin.cost import Cost
@@ -73,46 +75,6 @@ optax = require("optax")
 HELD_OUT = 10**6  # the number of the held-out episodes; steps of training have lower ones
 # seconds in which requests arrive on average; a time beyond LATEST would be cut off
 LONGEST = workloads.LATEST / workloads.MICROSECONDS / 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """The options of a run. Tokens and requests, if nothing else is said.
-
-    reward: "latency", "goodput", "fairness", or your own as "file.py:NAME" (`environment.Reward`).
-    requests: of an episode.
-    rate: requests a second.
-    spread: of the predicted lengths, see `workloads.Poisson`.
-    method: "evolution" or "gradient" (policy_methods.py).
-    pairs, worlds: half of the candidates or copies of a step, and episodes that each of them plays.
-    held_out: episodes of the comparison. simulated: how many of them the simulator plays, too.
-    sigma: the distance of candidates from the parameters, of "evolution".
-    temperature: of the draws of "gradient", in arrivals.
-    learning_rate: of Adam.
-    """
-
-    steps: int = 120
-    method: str = "evolution"
-    reward: str = "latency"
-    requests: int = 64
-    rate: float = 24.0
-    spread: float = 0.7
-    units: int = 16
-    patience: int = 64
-    pairs: int = 16
-    worlds: int = 32
-    held_out: int = 256
-    simulated: int = 16
-    sigma: float = 0.1
-    temperature: float = 4.0
-    learning_rate: float = 0.05
-    seed: int = 0
-    chip: str = "h200"
-    model: str = "llama-3-8b"
-    block_size: int = 16
-    num_blocks: int = 320
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 256
 
 
 def reward_of(name: str) -> environment.Reward:
@@ -350,19 +312,18 @@ def simulated_row(trainer: Trainer, setup: Setup, policy: str) -> str:
     )
 
 
-def _interval(more: Difference) -> str:
-    return f"{more.mean:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
+def _interval(gain: Difference) -> str:
+    return f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = run_parser(__doc__, every=20)
     add_setup(parser, Setup)
     args = parser.parse_args(argv)
-    least = {name: 1 for name in ("steps", "every", "units", "pairs", "worlds")}
-    sizes = {
-        name: 1 for name in ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
-    }
-    check_least(parser, args, **least, **sizes, requests=3, held_out=2, patience=0, simulated=0)
+    counts = ("steps", "every", "units", "pairs", "worlds")
+    sizes = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens")
+    limits = dict.fromkeys((*counts, *sizes), 1)
+    check_least(parser, args, **limits, requests=3, held_out=2, patience=0, simulated=0)
     if args.simulated == 1:
         parser.error("--simulated is 1; one episode has no interval: give 0, or at least 2")
     check_positive(parser, args, "rate", "sigma", "temperature", "learning_rate")

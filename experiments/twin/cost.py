@@ -58,8 +58,8 @@ class Cost(NamedTuple):
         ]
         per_context = (seconds(1, 1, LARGE, 0) - base[1][1]) / LARGE
         per_pair = (seconds(1, 1, 0, LARGE) - base[1][1]) / LARGE
-        both = seconds(1, 1, LARGE, LARGE) - base[1][1]
-        summed = both > 0.5 * (max(per_context, per_pair) + per_context + per_pair) * LARGE
+        attention = seconds(1, 1, LARGE, LARGE) - base[1][1]
+        summed = attention > 0.5 * (max(per_context, per_pair) + per_context + per_pair) * LARGE
         cost = Cost(
             MICROSECONDS * np.asarray(base, np.float32),
             np.float32(MICROSECONDS * per_context),

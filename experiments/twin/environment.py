@@ -153,17 +153,17 @@ def goodput(before: State, after: State, params: Params) -> jax.Array:
     ended = (after.end != NOT_YET) & (before.end == NOT_YET)
     first = after.first_token - requests.arrival
     further = jnp.maximum(requests.final_len - requests.prompt_len - 1, 1)
-    each = (after.end - after.first_token) / further
+    gap = (after.end - after.first_token) / further
     met = (first <= params.first_s * costs.MICROSECONDS) & (
-        each <= params.token_s * costs.MICROSECONDS
+        gap <= params.token_s * costs.MICROSECONDS
     )
     return jnp.sum(ended & met) / _present(requests)
 
 
 def fairness(before: State, after: State, params: Params) -> jax.Array:
-    """By how much Jain's index of the users' tokens grew (Jain et al. 1984): prompt tokens that were
-    computed and tokens that were generated, so far, over the users with a request. The sum over an
-    episode is the index at its end.
+    """By how much Jain's index of the users' tokens grew (Jain et al. 1984). A user's tokens are
+    the computed tokens of prompts and the generated tokens, so far. Users without a request do not
+    count. The sum over an episode is the index at its end.
     """
     return _jain(after) - _jain(before)
 
@@ -223,12 +223,12 @@ class Environment(NamedTuple):
         """A small engine of Llama-3-8B on an H200, with chats, summaries and essays.
 
         Raises:
-            ValueError: the workload is of one's own, whose parameters are not known here.
+            ValueError: the workload is one's own. Its parameters are not known here.
         """
         if self.own_draw is not None:
             raise ValueError(
-                f"own_draw is {self.own_draw!r:.80}, and the default parameters are those of the default "
-                "workload; give Params with the parameters of yours"
+                f"own_draw is {self.own_draw!r:.80}, and the default parameters are those of the "
+                "default workload; give Params with the parameters of yours"
             )
         return _default_params()
 

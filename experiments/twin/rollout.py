@@ -29,15 +29,16 @@ def returns(
 ) -> jax.Array:
     """float32 [worlds]: the sum of the rewards of an episode from each key.
 
-    A world that has ended earns nothing more. The sum is NaN of a world that cannot end: a step
-    computes nothing while requests wait, as one of them is larger than the pool, or the policy offers
-    none; or its time is beyond int32.
+    A world that has ended earns nothing more. The sum is NaN for a world that cannot end: a step
+    computes nothing while requests wait, because one of them is larger than the pool or the policy
+    offers none. It is also NaN if the time of a world is beyond int32.
 
     Args:
         policy: what `decide` gets first, the same for all worlds.
         keys: [worlds].
-        together: worlds of one loop, which ends when the last of them has ended; None: all. Loops
-            follow each other. `cached()` is the best number on this device.
+        together: how many worlds one loop plays; it ends when the last of them has ended. Loops
+            follow each other. None: one loop plays all. `cached()` is the best number on this
+            device.
     """
     return played(world, decide, policy, params, keys, together)[1]
 
@@ -71,15 +72,15 @@ def played(
 
 
 def cached() -> int | None:
-    """How many worlds of some 64 requests to play together: on a CPU, so many as its cache holds;
-    else all.
+    """How many worlds of some 64 requests to play together: on a CPU, as many as its cache holds;
+    None: all.
     """
     return 32 if jax.default_backend() == "cpu" else None
 
 
 def shortest_left(policy: None, state: scheduler.State, requests: Requests) -> Order:
-    """The oracle: the fewest tokens of output left first, as if all lengths were known (Schrage
-    1968).
+    """The oracle, which knows all lengths: first the request with the fewest tokens of output left
+    (Schrage 1968).
     """
     return all_offered(requests.final_len - state.length)
 
@@ -92,9 +93,9 @@ class Difference(NamedTuple):
     high: float
 
 
-def difference(results: np.ndarray, others: np.ndarray) -> Difference:
-    """The interval of Student's t of `results - others`, [worlds] each, of the same worlds."""
-    differences = np.asarray(results, float) - np.asarray(others, float)
+def difference(results: np.ndarray, base: np.ndarray) -> Difference:
+    """The interval of Student's t of `results - base`, [worlds] each, of the same worlds."""
+    differences = np.asarray(results, float) - np.asarray(base, float)
     mean = float(differences.mean())
     error = float(differences.std(ddof=1)) / len(differences) ** 0.5
     half = float(stats.t.ppf(0.975, len(differences) - 1)) * error

@@ -4,8 +4,8 @@ be compiled, mapped over many worlds and scanned over many steps.
     submit -> schedule -> commit, as there: State in, State out
 
 A world has N requests, in order of arrival, from its beginning to its end. The sets that the
-scheduler lists are masks here. Nothing is sorted: each turn of a loop finds the next sequence of the
-order by two reductions. Most steps ask no sequence, or one.
+scheduler lists are masks here. Nothing is sorted: each turn of a loop takes the next sequence of
+the order, by two reductions. In most steps the loop takes no sequence, or one.
 
 Rules of the scheduler (the numbers of its docstring) and what they are here:
 
@@ -48,7 +48,7 @@ LARGEST_SCORE = 2**30  # of either sign
 
 
 class Sizes(NamedTuple):
-    """Sizes of a scheduler: int32 []. They are values and no shapes, so worlds may differ in them."""
+    """Sizes of a scheduler: int32 []. They are values, not shapes, so worlds may differ in them."""
 
     block_size: Any
     num_blocks: Any
@@ -279,19 +279,19 @@ def _admit(state: State, sizes: Sizes, order: Order, room: Room) -> Entry:
 
 
 def _make_room(state: State, sizes: Sizes, score: Ints) -> tuple[State, Flags, Ints]:
-    """A block for each decode whose last block is full; sequences leave, the last of the order
+    """Gives a block to each decode whose last block is full. Sequences leave, the last of the order
     first, until the free blocks suffice -> (state, who was preempted, in which place).
     """
     running = state.phase == RUNNING
     full = running & (state.computed == state.blocks * sizes.block_size)
     spared = state.blocks + full  # blocks, if the sequence leaves
 
-    def are_missing(left: tuple[Flags, Ints, Ints, Ints]) -> Flags:
-        *_, missing = left
+    def are_missing(carry: tuple[Flags, Ints, Ints, Ints]) -> Flags:
+        *_, missing = carry
         return missing > 0
 
-    def leave(left: tuple[Flags, Ints, Ints, Ints]) -> tuple[Flags, Ints, Ints, Ints]:
-        stays, places, number, missing = left
+    def leave(carry: tuple[Flags, Ints, Ints, Ints]) -> tuple[Flags, Ints, Ints, Ints]:
+        stays, places, number, missing = carry
         last = last_of(score, stays)
         places = jnp.where(last, number, places)
         return stays & ~last, places, number + 1, missing - _value(spared, last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,16 +30,29 @@ class Run(NamedTuple):
     steps: int
 
 
-def engine_config(setup: Any, policy: Any) -> EngineConfig:
-    """The configuration of an engine that has the sizes of a setup, and what the worlds have."""
-    longest = setup.num_blocks * setup.block_size
+class EngineSizes(Protocol):
+    """The sizes of an engine, such as those in the setup of a training run."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+
+
+def engine_config(sizes: EngineSizes, policy: Any) -> EngineConfig:
+    """The configuration of an engine of these sizes, without what the worlds do not have."""
+    longest = sizes.num_blocks * sizes.block_size
     return EngineConfig(
-        block_size=setup.block_size,
-        num_blocks=setup.num_blocks,
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
+        block_size=sizes.block_size,
+        num_blocks=sizes.num_blocks,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_model_len=longest,
-        token_buckets=(setup.max_num_batched_tokens,),
+        token_buckets=(sizes.max_num_batched_tokens,),
         enable_prefix_caching=False,
         policy=policy,
     )
@@ -85,9 +98,9 @@ def run_of(results: list[StepResult], start: float, count: int) -> Run:
     for result in results:
         plan = result.plan
         columns = zip(plan.seqs, plan.lengths, plan.starts, plan.counts, strict=True)
-        for seq, length, begun, tokens in columns:
+        for seq, length, start_token, count in columns:
             i = int(seq.request_id.removeprefix("r"))
-            if begun + tokens == length == seq.request.prompt_len:
+            if start_token + count == length == seq.request.prompt_len:
                 first_token[i] = result.finished - start
         for event in result.events:
             if isinstance(event, Finished):

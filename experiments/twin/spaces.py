@@ -1,4 +1,4 @@
-"""Spaces of actions and observations, with the attributes and functions of gymnax's (Lange 2022)."""
+"""Spaces of actions and observations, with the attributes and functions of gymnax (Lange 2022)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Box(NamedTuple):
     dtype: Any
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """A random array of this space. Each value is as likely as the others; floats lie within the
-        millions, because their whole range has no middle.
+        """A random array of this space. Each value is as likely as any other. Floats are drawn
+        within a million of 0, because their whole range has no middle.
         """
         if jnp.issubdtype(self.dtype, jnp.floating):
             low = max(float(self.low), -1e6)
@@ -62,8 +62,8 @@ class Dict(NamedTuple):
 
 
 def space_like(value: Any) -> Box | Dict:
-    """The space of all values with the shapes and dtypes of this one, a named tuple, a mapping or an
-    array.
+    """The space of all values with the shapes and dtypes of this one, which is a named tuple, a
+    mapping or an array.
 
     Raises:
         ValueError: it is something else.

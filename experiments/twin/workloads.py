@@ -29,8 +29,8 @@ class Lengths(NamedTuple):
 
     median: Any
     sigma: Any  # of the logarithm
-    least: Any = 1.0
-    most: Any = 4096.0
+    shortest: Any = 1.0
+    longest: Any = 4096.0
 
 
 class Poisson(NamedTuple):
@@ -54,8 +54,8 @@ class Poisson(NamedTuple):
 
 
 def poisson(count: int) -> Draw:
-    """Draws of `count` requests of a `Poisson`. A draw raises ValueError if there are more kinds, which
-    are users, than requests.
+    """Draws of `count` requests of a `Poisson`. A draw raises ValueError if there are more kinds
+    than requests, because each kind is a user.
     """
 
     def draw(key: jax.Array, workload: Poisson) -> Requests:
@@ -86,8 +86,8 @@ def poisson(count: int) -> Draw:
 
 
 def mixed(rate: float, spread: float) -> Poisson:
-    """Chats, summaries (long prompts, short answers) and essays (short prompts, long answers): at most
-    1,600 tokens each. So the shortest prompt is a bad guess of the shortest request.
+    """Chats, summaries (long prompts, short answers) and essays (short prompts, long answers). Each
+    has at most 1,600 tokens. So the shortest prompt is a bad guess of the shortest request.
     """
     return Poisson(
         rate=rate,
@@ -112,7 +112,8 @@ def _lengths(key: jax.Array, lengths: Lengths, kind: jax.Array) -> jax.Array:
 
     noise = of_kind(lengths.sigma) * jax.random.normal(key, kind.shape)
     tokens = jnp.round(of_kind(lengths.median) * jnp.exp(noise))
-    return jnp.clip(tokens, of_kind(lengths.least), of_kind(lengths.most)).astype(jnp.int32)
+    limits = of_kind(lengths.shortest), of_kind(lengths.longest)
+    return jnp.clip(tokens, *limits).astype(jnp.int32)
 
 
 def given(key: jax.Array, requests: Requests) -> Requests:
@@ -143,15 +144,15 @@ def of_arrays(
         ValueError: a column is unknown or has another length, arrivals do not ascend, or a value is
             out of its range.
     """
-    others = ("priority", "user", "predicted")
+    names = ("priority", "user", "predicted")
     for name in columns:
-        if name not in others:
-            raise ValueError(f"there is no column {name!r}; give some of {', '.join(others)}")
+        if name not in names:
+            raise ValueError(f"there is no column {name!r}; give some of {', '.join(names)}")
     arrival = np.round(MICROSECONDS * np.asarray(seconds, np.float64))
     prompts = np.asarray(prompt_len)
     outputs = np.asarray(output_len)
     zeros = np.zeros_like(prompts)
-    filled = {name: np.asarray(columns.get(name, zeros)) for name in others}
+    filled = {name: np.asarray(columns.get(name, zeros)) for name in names}
     for name, column in {"prompt_len": prompts, "output_len": outputs, **filled}.items():
         if column.shape != arrival.shape:
             raise ValueError(
@@ -181,12 +182,12 @@ def of_arrays(
         "predicted": (0, MOST_PREDICTED),
         "priority": (-LARGEST_PRIORITY, LARGEST_PRIORITY),
     }
-    for name, (least, most) in bounds.items():
-        outside = (filled[name] < least) | (filled[name] > most)
+    for name, (lowest, highest) in bounds.items():
+        outside = (filled[name] < lowest) | (filled[name] > highest)
         if np.any(outside):
             raise ValueError(
-                f"{name} of a request is {filled[name][outside][0]}; number it within {least} and "
-                f"{most}"
+                f"{name} of a request is {filled[name][outside][0]}; number it within {lowest} and "
+                f"{highest}"
             )
     if sizes is not None:
         need = int(blocks_for(limits.max(initial=0), sizes))
