@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         folder = prepared.folder
         if options.dry_run:
-            print(describe(prepared.plan, prepared.done, folder))
+            print(describe(prepared.plan, prepared.summaries, folder))
             return _print_unfit(points)
         require_report()
         measure_all = _measure_function(options, prepared, resources)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summaries = sweep.measure_missing(
             prepared.plan,
             folder,
-            prepared.done,
+            prepared.summaries,
             measure_all,
             quiet=options.quiet,
             local=not on_ray,
@@ -197,15 +197,18 @@ def _report(
 
 
 class Prepared(NamedTuple):
-    """A sweep before it is measured."""
+    """A sweep before it is measured.
+
+    summaries: of the runs that have finished already, by point and repeat.
+    """
 
     plan: list[Run]
     folder: Path
-    done: dict[tuple[str, int], dict[str, Any]]  # summaries of finished runs, by point and repeat
+    summaries: dict[tuple[str, int], dict[str, Any]]
 
     @property
     def missing(self) -> list[Run]:
-        return [run for run in self.plan if (run.point.key, run.repeat) not in self.done]
+        return [run for run in self.plan if (run.point.key, run.repeat) not in self.summaries]
 
 
 def prepare(
@@ -260,14 +263,14 @@ def measure(
             raise ValueError(f"{name} is {value}; it must be at least 1")
     parallel.check(points, jobs, "loky")
     require_report()
-    plan, folder, done = prepare(points, out, engines)
+    plan, folder, summaries = prepare(points, out, engines)
     measure_all: sweep.Measure = partial(parallel.results, jobs=jobs)
     if jobs == 1:
         measure_all = partial(sweep.run_in_turn, engines=sweep.make_engines(engines, quiet=quiet))
     set_options = [part for word in words for part in ("--set", word)]
     command = ["python", "-m", "experiments.run", str(config_file), *set_options, "--out", str(out)]
     sweep.write_sweep(folder, points, shlex.join(command))
-    sweep.measure_missing(plan, folder, done, measure_all, quiet=quiet)
+    sweep.measure_missing(plan, folder, summaries, measure_all, quiet=quiet)
     report.write(folder)
     return folder
 
@@ -375,12 +378,14 @@ def _reads_model(experiment: Experiment) -> bool:
     return not all_name_shapes or has_text(experiment.workload)
 
 
-def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:
+def describe(
+    plan: Sequence[Run], summaries: dict[tuple[str, int], dict[str, Any]], folder: Path
+) -> str:
     """The plan as text, one line for each point, in the order of measuring."""
-    lines = [f"{len(plan)} runs, {len(done)} of them done, in {folder}"]
+    lines = [f"{len(plan)} runs, {len(summaries)} of them done, in {folder}"]
     for key, label in dict.fromkeys((run.point.key, run.point.label) for run in plan):
         repeats = [run.repeat for run in plan if run.point.key == key]
-        num_done = sum((key, repeat) in done for repeat in repeats)
+        num_done = sum((key, repeat) in summaries for repeat in repeats)
         lines.append(f"  {key[:12]}  {num_done}/{len(repeats)} done  {label}")
     engines = dict.fromkeys(engine_key(run.point.experiment) for run in plan)
     noun = "engine" if len(engines) == 1 else "engines"

@@ -72,12 +72,12 @@ def _run(options: argparse.Namespace) -> int:
         print(line)
     if options.record:
         rerun.record(options.record, rerun.run(recorded, prediction.change))
-        shown = command.view_command(
+        view = command.view_command(
             (options.recording, recorded.own_policy),
             (options.record, prediction.change.own_policy),
         )
         print(
-            f"wrote {options.record}; `{shown}` shows both runs, and `pagedjax diff` their first "
+            f"wrote {options.record}; `{view}` shows both runs, and `pagedjax diff` their first "
             "difference"
         )
     result = as_json(recorded, prediction, options)
@@ -178,8 +178,8 @@ def lines(recorded: Past, prediction: Prediction, options: argparse.Namespace) -
         {
             "": ["recorded", "changed"],
             **{
-                name.replace("_", " "): [_number(one), _number(other)]
-                for name, one, other in _totals(before, after, unit)
+                name.replace("_", " "): [_number(total_before), _number(total_after)]
+                for name, total_before, total_after in _totals(before, after, unit)
             },
         }
     )
@@ -199,8 +199,8 @@ def reading(prediction: Prediction, options: argparse.Namespace) -> Iterator[str
     if prediction.times is not None:
         error = prediction.times.model.error
         yield f"seconds are those of a fit to the recorded steps; its median error is {error:.1%}"
-    if kept := kept_blocks.sentence(prediction.change.config):
-        yield kept
+    if sentence := kept_blocks.sentence(prediction.change.config):
+        yield sentence
 
 
 def changes(recorded: Past, prediction: Prediction, options: argparse.Namespace) -> Iterator[str]:
@@ -219,7 +219,8 @@ def changes(recorded: Past, prediction: Prediction, options: argparse.Namespace)
     if options.replicas > 1:
         yield f"{options.replicas} replicas behind the router {options.router}"
     if change.predecessors:
-        yield f"{len(change.predecessors)} requests come after the end of another one ({options.loop})"
+        followers = len(change.predecessors)
+        yield f"{followers} requests come after the end of another one ({options.loop})"
 
 
 def _parting(after: Reading) -> int:
@@ -238,12 +239,12 @@ def _totals(before: Reading, after: Reading, unit: str) -> Iterator[tuple[str, f
 def _table(table: Sequence[paired.Row]) -> str:
     """The rows of the largest groups; those of all requests with their intervals below."""
     groups = list(dict.fromkeys(row.group for row in table))
-    shown: list[str] = []
+    largest: list[str] = []
     for kind in ("all", "user", "class"):
-        shown += [group for group in groups if group.split()[0] == kind][:SHOWN]
+        largest += [group for group in groups if group.split()[0] == kind][:SHOWN]
     texts: list[list[str]] = []
     for row in table:
-        if row.group not in shown:
+        if row.group not in largest:
             continue
         texts.append(
             [

@@ -187,8 +187,8 @@ def _first_of_each_kind(sentences: Sequence[tuple[str, str]]) -> list[str]:
     for name, sentence in sentences:
         by_kind.setdefault(sentence.partition(":")[0], []).append(f"{name}: {sentence}")
     return [
-        f"{first} ({len(others)} more like it.)" if others else first
-        for first, *others in by_kind.values()
+        f"{first} ({len(similar)} more like it.)" if similar else first
+        for first, *similar in by_kind.values()
     ]
 
 

@@ -265,11 +265,7 @@ def metric_plot(
     x = axes.x
     axis = x_axis(rows, x)
     plot = Plot(f"{metric.title} against {x}", palette)
-    drawn_keys = {row.key for row in drawn}
-    drawn_by_line = {
-        name: [row for row in line if row.key in drawn_keys]
-        for name, line in lines(rows, axes).items()
-    }
+    drawn_by_line = _drawn_by_line(rows, axes, drawn)
     for index, on_line in enumerate(drawn_by_line.values()):
         shift = 0.0 if axis.numeric else _shift_among_names(index, len(drawn_by_line))
         xs = [axis.place(row.swept.get(x)) + shift for row in on_line]
@@ -284,6 +280,16 @@ def metric_plot(
     if can_mark(rows, axes):
         _mark_differences(plot, drawn_by_line, axis, x, metric)
     return plot
+
+
+def _drawn_by_line(
+    rows: Sequence[PointRow], axes: Axes, drawn: Sequence[PointRow]
+) -> dict[str, list[PointRow]]:
+    """The drawn points of each line. rows: all points, which decide the lines."""
+    keys = {row.key for row in drawn}
+    return {
+        name: [row for row in line if row.key in keys] for name, line in lines(rows, axes).items()
+    }
 
 
 def _shift_among_names(index: int, num_lines: int) -> float:

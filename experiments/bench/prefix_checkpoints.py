@@ -79,24 +79,36 @@ def requests_of(path: Path, count: int) -> list[Request]:
     return requests
 
 
-def replay(requests: Sequence[Request], policy: str, blocks: int, states: int, seqs: int) -> Result:
-    """Runs all requests under one policy."""
+def config_of(
+    requests: Sequence[Request], policy: str, blocks: int, states: int, seqs: int
+) -> SchedulerConfig:
+    """A scheduler that can serve all requests. The arguments are those of `replay`."""
     groups = 1 + states
-    longest = max(request.prompt_len + request.max_tokens for request in requests)
-    config = SchedulerConfig(
+    return SchedulerConfig(
         BLOCK_SIZE,
         num_blocks=(blocks + 1) * groups - 1,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=seqs,
-        max_model_len=longest,
+        max_model_len=max(request.prompt_len + request.max_tokens for request in requests),
         views=(ALL,) + (View(2),) * states,
         shares_filling=False,
         prefix_checkpoints=POLICIES[policy],
     )
-    state = scheduler.init(config)
+
+
+def replay(requests: Sequence[Request], policy: str, blocks: int, states: int, seqs: int) -> Result:
+    """Runs all requests under one policy.
+
+    Args:
+        policy: one of POLICIES.
+        blocks: `num_blocks` of an engine.
+        states: groups of layers that keep states, and so blocks of states for a block of tokens.
+        seqs: running sequences.
+    """
+    state = scheduler.init(config_of(requests, policy, blocks, states, seqs))
     queue = list(reversed(requests))
     entered: set[str] = set()
-    found = 0
+    hit_tokens = 0
     preemptions = 0
     while queue or state.ids:
         while queue and len(state.ids) < seqs:
@@ -104,7 +116,7 @@ def replay(requests: Sequence[Request], policy: str, blocks: int, states: int, s
         state, plan = scheduler.schedule(state, FCFS)
         preemptions += len(plan.preempted)
         for name, cached in zip(plan.admitted, plan.cached, strict=True):
-            found += 0 if name in entered else cached
+            hit_tokens += 0 if name in entered else cached
             entered.add(name)
         state, _ = scheduler.commit(state, plan, [0] * len(plan.seqs))
     keys = list(state.pool.contents)
@@ -113,7 +125,7 @@ def replay(requests: Sequence[Request], policy: str, blocks: int, states: int, s
     return Result(
         policy,
         blocks,
-        found=found / total,
+        found=hit_tokens / total,
         states=of_states // states,
         attention=len(keys) - of_states,
         preemptions=preemptions,

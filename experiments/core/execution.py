@@ -99,8 +99,8 @@ def _engine_facts(experiment: Experiment, llm: Any, startup: dict[str, float]) -
         "engine": resolved,
         "startup": startup,
     }
-    if kept := kept_blocks.sentence(llm.engine.scheduler_state.config):
-        facts["layers"] = kept
+    if sentence := kept_blocks.sentence(llm.engine.scheduler_state.config):
+        facts["layers"] = sentence
     if experiment.pools:  # the engines of two pools differ
         facts["engine"] = {
             name: dataclasses.asdict(getattr(llm, name).engine.config) for name in POOLS

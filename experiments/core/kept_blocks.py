@@ -15,10 +15,11 @@ def sentence(config: SchedulerConfig) -> str:
         return ""
     groups = len(config.views)
     per_group = blocks.needed(config.max_model_len, config.block_size)
-    kept = sum([view.width(per_group) for view in config.views])
+    num_kept = sum([view.width(per_group) for view in config.views])
     total = groups * per_group
+    share = 100 * num_kept / total
     return (
         f"{groups} group{'s' if groups > 1 else ''} of layers: a sequence of "
-        f"{config.max_model_len:,} tokens keeps {kept:,} of {total:,} blocks "
-        f"({100 * kept / total:.0f} %), and {sequences_that_fit(config):,} such sequences fit at once"
+        f"{config.max_model_len:,} tokens keeps {num_kept:,} of {total:,} blocks ({share:.0f} %), "
+        f"and {sequences_that_fit(config):,} such sequences fit at once"
     )

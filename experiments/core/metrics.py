@@ -25,7 +25,7 @@ import numpy as np
 from experiments.core import service, speculation
 from experiments.core.config import Slo
 from experiments.core.distributions import ServiceClass
-from experiments.core.records import Counts, RequestRecord, StepRecord
+from experiments.core.records import BranchRecord, Counts, RequestRecord, StepRecord
 from pagedjax.server.load_client.summary import spread
 
 
@@ -95,6 +95,12 @@ def _drafts_summary(sums: Counts, speculates: bool) -> dict[str, Any]:
     return {"speculation": speculation.summary(counts)}
 
 
+def _finish_reasons(branches: Sequence[BranchRecord]) -> dict[str, int]:
+    """How many branches ended for each reason."""
+    reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
+    return {reason: reasons.count(reason) for reason in sorted(set(reasons))}
+
+
 def summary(
     requests: Sequence[RequestRecord],
     steps: StepSums,
@@ -138,7 +144,6 @@ def summary(
     finished = [request for request in requests if request.done]
     branches = [branch for request in requests for branch in request.branches]
     prompt = sum(request.prompt_tokens for request in finished)
-    reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
     sums = steps.sums
     slots = sums.blocks_used * block_size
     class_by_name = {service_class.name: service_class for service_class in classes or ()}
@@ -148,7 +153,7 @@ def summary(
         "requests": len(requests),
         "branches": len(branches),
         "unfinished": len(requests) - len(finished),
-        "finished": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
+        "finished": _finish_reasons(branches),
         "prompt_tokens": prompt,
         "output_tokens": tokens.count,
         "requests_per_s": len(finished) / duration,

@@ -171,10 +171,7 @@ def confirm(
         if sampling is not None:
             own_tokens = sample(engine, script, sampling, Path(folder) / "own.jsonl")
         if real_time:
-            outcomes = run_in_real_time(engine, script, Path(folder) / "timed.jsonl")
-            came = paired.came(prediction.recorded.outcomes, outcomes, change.predecessors)
-            measured_times = paired.times_of(outcomes, came)
-            times = cells(REAL_TIME, prediction.before, measured_times, prediction.table)
+            times = _measured_times(engine, script, prediction, Path(folder) / "timed.jsonl")
     steps = islice(differences.steps(script.predicted), difference.step)
     return Confirmation(
         difference,
@@ -185,6 +182,19 @@ def confirm(
         own_tokens=own_tokens,
         times=times,
     )
+
+
+def _measured_times(
+    engine: Engine, script: Script, prediction: Prediction, file: Path
+) -> Sequence[Cell]:
+    """The times of requests in an engine in real time, beside the predicted ones. file: of the
+    engine's recording.
+    """
+    outcomes = run_in_real_time(engine, script, file)
+    predecessors = prediction.change.predecessors
+    came = paired.came(prediction.recorded.outcomes, outcomes, predecessors)
+    times = paired.times_of(outcomes, came)
+    return cells(REAL_TIME, prediction.before, times, prediction.table)
 
 
 def script_of(recorded: Past, change: Change, vocab_size: int) -> Script:

@@ -151,8 +151,7 @@ def predict(
 
     def result_of(change: Change) -> tuple[Reading, Mapping[int, paired.Times]]:
         changed = reading(transitions_of(past, change, replicas, router))
-        came = paired.came(recorded.outcomes, changed.outcomes, predecessors)
-        return changed, paired.times_of(changed.outcomes, came)
+        return changed, _times(recorded, changed, change)
 
     changed, after = result_of(change)
     tables: list[list[paired.Row]] = []
@@ -163,6 +162,12 @@ def predict(
     table = paired.with_intervals(paired.rows(groups, before, after), tables)
     kind = _kind(past, changed)
     return Prediction(change, times, recorded, changed, kind, before, after, table)
+
+
+def _times(recorded: Reading, changed: Reading, change: Change) -> Mapping[int, paired.Times]:
+    """What each request got in the changed run."""
+    came = paired.came(recorded.outcomes, changed.outcomes, change.predecessors)
+    return paired.times_of(changed.outcomes, came)
 
 
 def _kind(past: Past, changed: Reading) -> str:

@@ -83,7 +83,7 @@ def run(folder: Path, quick: bool) -> Findings:
         points = measure(folder, data, quick)
         used_shares[data] = [(size, full.middle) for size, full, *_ in points]
         rates[data] = [(size, rate) for size, _, rate, _ in points]
-        rows += [(data, size, full.middle, *others) for size, full, *others in points]
+        rows += [(data, size, full.middle, *columns) for size, full, *columns in points]
         if data == "Alpaca":
             claims += [
                 Claim(

@@ -85,18 +85,20 @@ def ablation_claims(runs: Mapping[str, Sequence[Summary]]) -> list[Claim]:
 
 
 def chunk_costs() -> dict[int, float]:
-    """How much longer a prompt of 8,192 tokens takes in chunks, in per cent; by tokens of a chunk."""
+    """How many per cent longer a prompt of 8,192 tokens takes in chunks, by tokens of a chunk."""
     yi = Roofline(SHAPES["yi-34b"], CHIPS["a100-80g"], chips=2, bandwidth_share=0.8, rate_share=0.6)
-    whole = seconds_in_chunks(yi, 8192, 8192)
-    return {chunk: 100 * (seconds_in_chunks(yi, 8192, chunk) / whole - 1) for chunk in BUDGETS}
+    in_one_chunk = seconds_in_chunks(yi, 8192, 8192)
+    return {
+        chunk: 100 * (seconds_in_chunks(yi, 8192, chunk) / in_one_chunk - 1) for chunk in BUDGETS
+    }
 
 
 def chunk_claims(costs: Mapping[int, float]) -> list[Claim]:
     source = "Sarathi-Serve, cost of chunks"
     quantity = "prefill time more with chunks of {:,}"
     return [
-        Claim(source, quantity.format(chunk), (0, most), exactly(costs[chunk]), 1.0, "%")
-        for chunk, most in ((512, 25), (2048, 3))
+        Claim(source, quantity.format(chunk), (0, limit), exactly(costs[chunk]), 1.0, "%")
+        for chunk, limit in ((512, 25), (2048, 3))
     ]
 
 

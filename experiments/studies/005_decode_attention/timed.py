@@ -22,7 +22,7 @@ from experiments.bench import lower_bounds
 from experiments.bench.harness import in_turn, timed
 from experiments.simulation.cost import Chip
 from pagedjax.device import attention, cache
-from pagedjax.device.batch import blank_sampling, joined
+from pagedjax.device.batch import Shapes, blank_sampling, joined
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
@@ -251,7 +251,8 @@ def attention_times(model: Model, cell: Cell, grid: Grid) -> dict[str, list[floa
             programs |= candidates
         else:
             programs[BEST] = min(candidates.values(), key=Program.seconds)
-    return in_turn({name: each.seconds for name, each in programs.items()}, grid.repeats)
+    calls = {name: compiled.seconds for name, compiled in programs.items()}
+    return in_turn(calls, grid.repeats)
 
 
 def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[float]:
@@ -333,6 +334,19 @@ def empty_cache(model: Model, config: Resolved) -> cache.KVCache:
     return cache.init(blocks=config.num_blocks, **block)
 
 
+class PackedStep(NamedTuple):
+    """A step of the engine.
+
+    name: CACHED or AGAIN.
+    make: packs the batch once more.
+    """
+
+    cell: Cell
+    name: str
+    make: Callable[[], Any]
+    batch: Any
+
+
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:
     """Seconds of the engine's steps by cell, and the time of packing a batch, in per cent of a
     decode step.
@@ -351,12 +365,10 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
     blanks = {r: jax.device_put(blank_sampling(r)) for r in map(fixed.rows, fixed.tokens)}
     pages = empty_cache(model, config)
 
-    def packed(cell: Cell, name: str) -> tuple[Cell, str, Callable[[], Any], Any]:
-        make = partial(pack, *planned_cell(cell, cached=name == CACHED), fixed, blanks)
-        return cell, name, make, make()
-
-    cached_steps = [packed(cell, CACHED) for cell in grid.cells]
-    again_steps = [packed(cell, AGAIN) for cell in grid.cells if grid.computes(cell)]
+    cached_steps = [packed_step(cell, CACHED, fixed, blanks) for cell in grid.cells]
+    again_steps = [
+        packed_step(cell, AGAIN, fixed, blanks) for cell in grid.cells if grid.computes(cell)
+    ]
     times: dict[Cell, dict[str, list[float]]] = {cell: {} for cell in grid.cells}
     shares = []
     for repeat in range(-1, grid.repeats):  # the first time compiles and is not counted
@@ -364,14 +376,20 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
         repeated_steps = cached_steps
         if repeat < grid.again_repeats:
             repeated_steps = cached_steps + again_steps
-        for cell, name, make, batch in repeated_steps:
+        for packed in repeated_steps:
             start = time.perf_counter()
-            pages, output = step(model.leaves, pages, joined(batch))
+            pages, output = step(model.leaves, pages, joined(packed.batch))
             jax.block_until_ready(output)
             seconds = time.perf_counter() - start
             if repeat < 0:
                 continue
-            times[cell].setdefault(name, []).append(seconds)
-            if cell == grid.cells[-1] and name == CACHED:
-                shares.append(100 * timed(make) / seconds)
+            times[packed.cell].setdefault(packed.name, []).append(seconds)
+            if packed.cell == grid.cells[-1] and packed.name == CACHED:
+                shares.append(100 * timed(packed.make) / seconds)
     return times, shares
+
+
+def packed_step(cell: Cell, name: str, fixed: Shapes, blanks: Mapping[int, Any]) -> PackedStep:
+    """A step with its batch. blanks: the arrays of rows without sampling options, by rows."""
+    make = partial(pack, *planned_cell(cell, cached=name == CACHED), fixed, blanks)
+    return PackedStep(cell, name, make, make())

@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.analysis import figures
 from experiments.studies import lengths, load
 from experiments.studies.findings import Claim, Findings, Interval, markdown, times
 from experiments.studies.lengths import MEANS_ALONE
+from experiments.studies.load import Curves
 
 QUESTION = "How much more load does an engine serve at the same latency when its cache is paged?"
 MAX, POW2, ORACLE, PAGED = NAMES = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged")
@@ -56,16 +58,8 @@ def run(folder: Path, quick: bool) -> Findings:
             average=statistics.fmean,
             until=max(TARGET, *OTHERS),
         )
-        gains = {
-            target: {
-                name: load.gain(curves, rates, target, PAGED, name) for name in (ORACLE, POW2, MAX)
-            }
-            for target in (TARGET, *OTHERS)
-        }
-        for target, by_name in gains.items():
-            served = [load.rate_text(curves, rates, target, name) for name in NAMES]
-            factors = [times(gain.middle if gain else None) for gain in by_name.values()]
-            rows.append((data, 1e3 * target, *served, *factors))
+        gains = gains_of(curves, rates)
+        rows += rows_of(data, curves, rates, gains)
         if data == "ShareGPT":
             claims = claims_of(data, gains)
         answer.append(sentence(data, gains))
@@ -81,6 +75,27 @@ def run(folder: Path, quick: bool) -> Findings:
         *(f"paged over {name}" for name in (ORACLE, POW2, MAX)),
     )
     return Findings(claims, answer, {"load.svg": figure}, [markdown(head, rows)])
+
+
+def gains_of(curves: Curves, rates: Sequence[float]) -> Gains:
+    return {
+        target: {
+            name: load.gain(curves, rates, target, PAGED, name) for name in (ORACLE, POW2, MAX)
+        }
+        for target in (TARGET, *OTHERS)
+    }
+
+
+def rows_of(
+    data: str, curves: Curves, rates: Sequence[float], gains: Gains
+) -> list[tuple[Any, ...]]:
+    """The rows of the table for the lengths of a data set, one for each latency."""
+    rows = []
+    for target, by_name in gains.items():
+        served = [load.rate_text(curves, rates, target, name) for name in NAMES]
+        factors = [times(gain.middle if gain else None) for gain in by_name.values()]
+        rows.append((data, 1e3 * target, *served, *factors))
+    return rows
 
 
 def claims_of(data: str, gains: Gains) -> list[Claim]:

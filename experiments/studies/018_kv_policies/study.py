@@ -239,8 +239,8 @@ def found_keys(model: LoadedModel, size: Size, options: Mapping[str, Any]) -> fl
     llm = engine(model, size.hidden + 16, min(size.keys, 5), **options)
     params = SamplingParams(temperature=0, max_tokens=8)
     outputs = llm.generate([prompt for prompt, _ in drawn], params, use_tqdm=False)
-    found = sum(key in out.outputs[0].text for out, (_, key) in zip(outputs, drawn, strict=True))
-    return 100 * found / size.keys
+    repeated = [key in out.outputs[0].text for out, (_, key) in zip(outputs, drawn, strict=True)]
+    return 100 * sum(repeated) / size.keys
 
 
 def keys(model: LoadedModel, size: Size) -> dict[str, float]:

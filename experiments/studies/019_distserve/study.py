@@ -184,6 +184,28 @@ ENGINES = {
 }
 
 
+class Size(NamedTuple):
+    """How much the study runs.
+
+    seeds: of the example's placement. fewer_seeds: of the other ones, and of engines.
+    turn_seeds: of conversations that are cut to their first turns.
+    requests: of a run of a search, a GPU where the notebook's targets are searched.
+    share_requests: of a run for the share within targets, a GPU.
+    speed_requests: of a run for tokens/s.
+    """
+
+    seeds: int
+    fewer_seeds: int
+    turn_seeds: int
+    requests: int
+    share_requests: int
+    speed_requests: int
+
+
+FULL = Size(5, 3, 2, requests=300, share_requests=100, speed_requests=500)  # 300 as the example
+QUICK = Size(2, 1, 1, requests=60, share_requests=30, speed_requests=150)
+
+
 class Highest(NamedTuple):
     """The highest rates at which targets are met.
 
@@ -240,7 +262,9 @@ def reason(why: str, interval_of_ours: Interval, published: float) -> str:
 
 
 class Throughput(NamedTuple):
-    """Tokens/s of prompts and answers on four GPUs, all requests at once, a number for each seed."""
+    """Tokens/s of prompts and answers on four GPUs if all requests come at once. A number for each
+    seed.
+    """
 
     pools: Mapping[tuple[int, int], Sequence[float]]  # by SPLITS
     chunked: Sequence[float]  # four engines that do both, with chunks of prompts beside decodes
@@ -284,26 +308,27 @@ def over(speeds: Throughput, below: Sequence[float]) -> Interval:
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    seeds, fewer_seeds, turn_seeds = (2, 1, 1) if quick else (5, 3, 2)
-    count = 60 if quick else 300  # the example's
+    size = QUICK if quick else FULL
     talks = kinds()["conversations"]
-    seeds_by_placement = (seeds, fewer_seeds, fewer_seeds, fewer_seeds)
-    served = placement_rates(folder, seeds_by_placement, count, talks)
+    seeds_by_placement = (size.seeds, size.fewer_seeds, size.fewer_seeds, size.fewer_seeds)
+    served = placement_rates(folder, seeds_by_placement, size.requests, talks)
     turns = highest(
         folder,
         3,
         each_in_time,
-        turn_seeds,
-        count,
+        size.turn_seeds,
+        size.requests,
         *pool_options(2, 1),
         *kinds()["first turns"],
         within=EXAMPLES_WITHIN,
     )
-    in_time = engine_rates(folder, fewer_seeds, count, talks)
-    share_count, speed_count = (30, 150) if quick else (100, 500)
-    attained = {name: shares(folder, fewer_seeds, share_count, name, talks) for name in ENGINES}
+    in_time = engine_rates(folder, size.fewer_seeds, size.requests, talks)
+    attained = {
+        name: shares(folder, size.fewer_seeds, size.share_requests, name, talks)
+        for name in ENGINES
+    }
     speeds = {
-        kind: throughput(folder, fewer_seeds, speed_count, overrides)
+        kind: throughput(folder, size.fewer_seeds, size.speed_requests, overrides)
         for kind, overrides in kinds().items()
     }
     claims = [

@@ -76,7 +76,10 @@ PREDICTIONS = (10, 30, 100, 300)
 
 
 class Size(NamedTuple):
-    """setup: of the training. seeds: of it. episodes: on arrays, in the simulator and in the engine.
+    """How much the study runs.
+
+    setup: of the training. seeds: of the training.
+    episodes: on arrays. simulated: in the simulator. measured: in the engine.
     windows: of a trace.
     """
 
@@ -117,39 +120,29 @@ def findings_of(size: Size, runs: Path, files: Mapping[str, Path]) -> Findings:
     policy = f"{file}:POLICY"
     net = own_value("policy", f"{file}:NETWORK", learned.Network, {})
     twin = Twin(size.setup, network.weights_of(net))
-    on_arrays = twin.latencies(twin.params.workload, size.episodes)
-    in_simulator = simulated_latencies(twin, policy, size.simulated)
-    in_engine, equal = measured_latencies(twin, policy, size.measured)
-    loads = {name: twin.latencies(w, size.episodes) for name, w in scenarios(size.setup).items()}
-    recorded_loads = {
-        (name, scale): twin.of_windows(windows_of(path, size, scale))
-        for name, path in files.items()
-        for scale in SCALES
-    }
+    in_engine, equal_decisions = measured_latencies(twin, policy, size.measured)
     places = {
-        "on arrays": on_arrays,
-        "in the simulator": in_simulator,
+        "on arrays": twin.latencies(twin.params.workload, size.episodes),
+        "in the simulator": simulated_latencies(twin, policy, size.simulated),
         "in the engine": in_engine,
     }
+    loads = {
+        name: twin.latencies(workload, size.episodes)
+        for name, workload in scenarios(size.setup).items()
+    }
+    recorded_loads = recorded_latencies(twin, size, files)
     answer = [
         learning_sentence(curves),
-        chosen_sentence(method, seed, on_arrays),
+        chosen_sentence(method, seed, places["on arrays"]),
         *[place_sentence(place, values) for place, values in places.items()],
-        equal,
+        decisions_sentence(equal_decisions),
         weights_sentence(net),
         failure_sentence(loads, recorded_loads),
     ]
-    figure = {
-        "learning.svg": figures.curves(
-            {"held-out episodes": {name: mean_curve(runs) for name, runs in curves.items()}},
-            "step of training",
-            "share of the oracle's gain over first come",
-        )
-    }
     return Findings(
         [],
         answer,
-        figure,
+        {"learning.svg": learning_figure(curves)},
         [
             places_table(places),
             curves_table(curves, size.seeds),
@@ -183,6 +176,15 @@ def best(curves: Mapping[str, Sequence[Curve]], seeds: Sequence[int]) -> tuple[s
         for i, seed in enumerate(seeds)
     }
     return max(lasts, key=lambda key: lasts[key])
+
+
+def learning_figure(curves: Mapping[str, Sequence[Curve]]) -> str:
+    means = {method: mean_curve(runs) for method, runs in curves.items()}
+    return figures.curves(
+        {"held-out episodes": means},
+        "step of training",
+        "share of the oracle's gain over first come",
+    )
 
 
 def mean_curve(runs: Sequence[Curve]) -> Curve:
@@ -286,6 +288,17 @@ def scenarios(setup: Setup) -> dict[str, Poisson]:
     }
 
 
+def recorded_latencies(
+    twin: Twin, size: Size, files: Mapping[str, Path]
+) -> dict[tuple[str, float], Latencies]:
+    """Of recorded requests, by the name of the trace and the scale of its times."""
+    return {
+        (name, scale): twin.of_windows(windows_of(path, size, scale))
+        for name, path in files.items()
+        for scale in SCALES
+    }
+
+
 def windows_of(file: Path, size: Size, scale: float) -> list[Params]:
     """Windows of a recorded day, evenly spaced, with as many requests as an episode has. The times
     of each are multiplied by `scale`; predictions are wrong as in the training.
@@ -347,45 +360,52 @@ def mean_latency(run: simulated.Run, requests: Requests) -> float:
     return float(np.mean(run.end - requests.arrival / MICROSECONDS))
 
 
-def measured_latencies(twin: Twin, policy: str, episodes: int) -> tuple[Latencies, str]:
-    """Of an engine that is measured -> (latencies, a sentence on its decisions).
+def measured_latencies(twin: Twin, policy: str, episodes: int) -> tuple[Latencies, list[int]]:
+    """Of an engine that is measured -> (latencies, the `equal_steps` of the learnt order, a number
+    for each episode).
 
     The policies take turns. Arrivals are stretched by the ratio of step times, so that the load is
     that of the worlds.
     """
-    setup = twin.setup
     names = {LEARNED: policy, "fcfs": "fcfs", "shortest": "shortest"}
-    model = random_model(MODEL, "float32")
-    engines = {name: Engine(model, engine_config(setup, value)) for name, value in names.items()}
+    engines = engines_of(twin.setup, names)
     drawn = twin.drawn(episodes)
     stretch = stretch_of(twin, engines["fcfs"], drawn[0])
     policies_by_name = replay.with_own([policy])
-    results: dict[str, list[float]] = {name: [] for name in names}
-    equal = steps = 0
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    equal_decisions: list[int] = []
     with TemporaryDirectory() as folder:
-        for number, requests in enumerate(drawn):
-            slowed = requests._replace(
-                arrival=np.minimum(stretch * requests.arrival, LATEST).astype(np.int32)
-            )
+        for number, episode in enumerate(drawn):
+            requests = stretched(episode, stretch)
             turns = list(engines.items())
             for name, engine in turns[number % 3 :] + turns[: number % 3]:
                 path = Path(folder) / f"{name}-{number}.jsonl"
-                engine.reset()
-                engine.record(path)
-                start, events = drive(engine, simulated.items_of(slowed), simulated.SAMPLING)
-                engine.record(None)
-                run = simulated.run_of(events, start, len(slowed.arrival))
-                results[name].append(mean_latency(run, slowed))
+                seconds[name].append(measured_latency(engine, requests, path))
                 if name == LEARNED:
-                    number_of_steps = equal_steps(path, policies_by_name, twin, slowed)
-                    equal += number_of_steps > 0
-                    steps += number_of_steps
-    sentence = (
-        f"In {equal} of {episodes} measured runs the {steps:,} decisions of the engine are those "
-        "of the scheduler on arrays, given the arrivals that the recording has, and the recording "
-        "replays byte for byte."
-    )
-    return {name: np.asarray(values) for name, values in results.items()}, sentence
+                    equal_decisions.append(equal_steps(path, policies_by_name, twin, requests))
+    return {name: np.asarray(values) for name, values in seconds.items()}, equal_decisions
+
+
+def engines_of(setup: Setup, policies_by_name: Mapping[str, str]) -> dict[str, Engine]:
+    """Engines of one model that differ in their policies."""
+    model = random_model(MODEL, "float32")
+    configs = {name: engine_config(setup, policy) for name, policy in policies_by_name.items()}
+    return {name: Engine(model, config) for name, config in configs.items()}
+
+
+def stretched(requests: Requests, stretch: float) -> Requests:
+    """The requests with their arrivals times `stretch`."""
+    arrival = np.minimum(stretch * requests.arrival, LATEST).astype(np.int32)
+    return requests._replace(arrival=arrival)
+
+
+def measured_latency(engine: Engine, requests: Requests, path: Path) -> float:
+    """Mean seconds from arrival to end in an engine, which records the run."""
+    engine.reset()
+    engine.record(path)
+    start, results = drive(engine, simulated.items_of(requests), simulated.SAMPLING)
+    engine.record(None)
+    return mean_latency(simulated.run_of(results, start, len(requests.arrival)), requests)
 
 
 def engine_config(setup: Setup, policy: str) -> EngineConfig:
@@ -437,20 +457,21 @@ def stretch_of(twin: Twin, engine: Any, requests: Requests) -> float:
 # --- findings -------------------------------------------------------------------------------------
 
 
-def gain(latencies: Latencies, other: str) -> Difference:
-    """By how many seconds the learnt order is faster than another one, paired by episode."""
-    return difference(latencies[other], latencies[LEARNED])
+def gain(latencies: Latencies, base: str) -> Difference:
+    """By how many seconds the learnt order is faster than the order `base`, paired by episode."""
+    return difference(latencies[base], latencies[LEARNED])
 
 
 def gap(latencies: Latencies) -> float:
     """The share of the oracle's gain over first come that the learnt order has."""
     means = {name: float(np.mean(values)) for name, values in latencies.items()}
-    most = means["fcfs"] - means[ORACLE]
-    return (means["fcfs"] - means[LEARNED]) / most if most else float("nan")
+    gain_of_oracle = means["fcfs"] - means[ORACLE]
+    gain_of_learnt = means["fcfs"] - means[LEARNED]
+    return gain_of_learnt / gain_of_oracle if gain_of_oracle else float("nan")
 
 
-def interval_text(more: Difference, digits: int = 3) -> str:
-    return f"{more.mean:.{digits}f} [{more.low:.{digits}f}, {more.high:.{digits}f}]"
+def interval_text(result: Difference, digits: int = 3) -> str:
+    return f"{result.mean:.{digits}f} [{result.low:.{digits}f}, {result.high:.{digits}f}]"
 
 
 def learning_sentence(curves: Mapping[str, Sequence[Curve]]) -> str:
@@ -484,6 +505,17 @@ def place_sentence(place: str, latencies: Latencies) -> str:
     return (
         f"{place[0].upper()}{place[1:]} it takes {np.mean(latencies[LEARNED]):.3f} s: "
         f"{' and '.join(parts)} (95 %, {len(latencies[LEARNED])} paired episodes)."
+    )
+
+
+def decisions_sentence(equal_decisions: Sequence[int]) -> str:
+    """equal_decisions: the `equal_steps` of each run."""
+    equal = sum([number > 0 for number in equal_decisions])
+    runs = len(equal_decisions)
+    return (
+        f"In {equal} of {runs} measured runs the {sum(equal_decisions):,} decisions of the engine "
+        "are those of the scheduler on arrays, given the arrivals that the recording has, and the "
+        "recording replays byte for byte."
     )
 
 
@@ -535,16 +567,16 @@ def failure_sentence(
     named = named_loads(loads, recorded_loads, "{name} x {rate:.2g}")
     by_hand = ("fcfs", "shortest")
     lost = [
-        f"{name} ({other})"
+        f"{name} ({base})"
         for name, latencies in named.items()
-        for other in by_hand
-        if gain(latencies, other).high < 0
+        for base in by_hand
+        if gain(latencies, base).high < 0
     ]
     even = [
-        f"{name} ({other})"
+        f"{name} ({base})"
         for name, latencies in named.items()
-        for other in by_hand
-        if gain(latencies, other).low <= 0 <= gain(latencies, other).high
+        for base in by_hand
+        if gain(latencies, base).low <= 0 <= gain(latencies, base).high
     ]
     guessed = sum(gain(latencies, PREDICTED).high < 0 for latencies in named.values())
     return (
@@ -601,8 +633,8 @@ def loads_table(
             len(latencies[LEARNED]),
             float(np.mean(latencies[LEARNED])),
             *[
-                interval_text(gain(latencies, other))
-                for other in ("fcfs", "shortest", "fair", PREDICTED)
+                interval_text(gain(latencies, base))
+                for base in ("fcfs", "shortest", "fair", PREDICTED)
             ],
             f"{gap(latencies):.2f}",
         )

@@ -2,9 +2,9 @@
 the simulation of the same engine.
 
 The requests are the beginning of the recorded conversations at a small scale: a block of 512 tokens
-becomes one of eight. Both engines get the same requests at once, so both make the same plans: what
-each request finds, and all blocks, must be equal. Times are processor seconds of the process, which other
-jobs change less than seconds, and are quoted as ratios of runs in turn.
+becomes one of eight. Both engines get the same requests at once, so both must make the same plans:
+equal tokens from the cache, and equal blocks. Times are processor seconds, which other jobs change
+less than seconds. They are quoted as ratios of runs that take turns.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ENGINE: dict[str, Any] = {
 class Counts(NamedTuple):
     """What an engine decided, step by step.
 
-    hit_tokens: by request, the tokens of its prompt that it found.
+    hit_tokens: by request, the tokens of its prompt that were in the cache.
     plans: starts, counts and block tables of each step.
     """
 
@@ -67,7 +67,7 @@ class Counts(NamedTuple):
 class Measurement(NamedTuple):
     """One hybrid under one policy.
 
-    hit_share: of the prompt tokens that the real engine found.
+    hit_share: the share of the prompt tokens that the real engine had in its cache.
     equal: whether the simulation made the same plans.
     time: processor seconds of the run over those of the engine that keeps every state.
     """
@@ -161,24 +161,13 @@ def simulated(config: DecoderConfig, items: Sequence[WorkItem], options: Any) ->
 def measure(
     mixer: Any, items: Sequence[WorkItem], policies: Mapping[str, Any], repeats: int
 ) -> dict[str, Measurement]:
-    """Each policy in turn, `repeats` times after a run that is not counted; the first policy is the
-    one that others are compared with.
-    """
+    """A measurement of each policy. The others are compared with the first one."""
     config, parameters = hybrid(mixer)
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
     engines = {
         name: LLM(params=parameters, config=config, progress=False, **ENGINE, **options).engine
         for name, options in policies.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in policies}
-    counts: dict[str, Counts] = {}
-    for _ in range(1 + repeats):
-        for name, engine in engines.items():
-            engine.reset()
-            started = time.process_time()
-            _, results = drive(engine, items, params)
-            seconds[name].append(time.process_time() - started)
-            counts[name] = counts_of(results)
+    seconds, counts = run_in_turn(engines, items, repeats)
     total = sum([item.prompt_tokens for item in items])
     first = next(iter(policies))
     measurements: dict[str, Measurement] = {}
@@ -190,3 +179,22 @@ def measure(
             Interval(min(ratios), statistics.median(ratios), max(ratios), "range", repeats),
         )
     return measurements
+
+
+def run_in_turn(
+    engines: Mapping[str, Any], items: Sequence[WorkItem], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, Counts]]:
+    """Runs the engines in turn, `repeats` times after a first time -> (processor seconds by engine,
+    of each time and of the first one; counts by engine).
+    """
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    counts: dict[str, Counts] = {}
+    for _ in range(1 + repeats):
+        for name, engine in engines.items():
+            engine.reset()
+            started = time.process_time()
+            _, results = drive(engine, items, params)
+            seconds[name].append(time.process_time() - started)
+            counts[name] = counts_of(results)
+    return seconds, counts
