@@ -262,7 +262,7 @@ def _table(table: Sequence[paired.Row]) -> str:
     names = ["group", "time", "requests", "recorded", "changed", *paired.STATISTICS]
     columns = zip(*texts, strict=True) if texts else [()] * len(names)
     text = aligned(dict(zip(names, columns, strict=True)))
-    left_out = len(groups) - len(shown)
+    left_out = len(groups) - len(largest)
     return f"{text}\n({left_out} smaller groups are in --json)" if left_out else text
 
 
