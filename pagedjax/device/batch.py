@@ -58,13 +58,13 @@ class Batch(NamedTuple):
     def having(self, extra: Extra, kind: type[Extra] | None = None) -> Batch:
         """The batch with other arrays in the place of those of a kind; None: the same kind."""
         kind = kind or type(extra)
-        extras = [extra if type(other) is kind else other for other in self.extras]
+        extras = [extra if type(present) is kind else present for present in self.extras]
         return self._replace(extras=tuple(extras))
 
     def without(self, kind: type[Extra]) -> Batch:
         """The batch without the arrays of a kind."""
-        others = [extra for extra in self.extras if not isinstance(extra, kind)]
-        return self._replace(extras=tuple(others))
+        extras = [extra for extra in self.extras if not isinstance(extra, kind)]
+        return self._replace(extras=tuple(extras))
 
     @property
     def adapters(self) -> TokenAdapters | None:

@@ -223,8 +223,8 @@ def _zeros(
     """
     if block is None:
         return None
-    heads, *rest = block.shape
-    shape = (blocks + 1, heads * sharding.devices, *rest)
+    heads, *sizes_of_head = block.shape
+    shape = (blocks + 1, heads * sharding.devices, *sizes_of_head)
     return zeros(shape, block.dtype, device=sharding.heads)
 
 

@@ -81,18 +81,18 @@ class MemoryReport(NamedTuple):
         if self.activations is not None:
             peak = (size(self.activations), "of the largest step, as compiled")
         device = ("unknown", "")
-        other = []
+        other_rows = []
         left_text = ""
         if self.total:
             device = (size(self.total), f"{size(self.free)} free before the cache")
             note = "in use before the cache and not weights; inputs of steps"
-            other = [("other", size(self.other), note)]
+            other_rows = [("other", size(self.other), note)]
             left_text = f"; {size(self.left)} left"
         rows = [
             ("device", *device),
             ("weights", size(self.weights), ""),
             ("activations peak", *peak),
-            *other,
+            *other_rows,
             ("KV cache", size(self.cache), f"with its trash block{left_text}"),
             ("device blocks", f"{self.device_blocks:,}", blocks),
             ("host blocks", f"{self.host_blocks:,}", swap),

@@ -51,13 +51,13 @@ def kept_entries(config: SchedulerConfig, seq: Seq, first: int, last: int) -> li
     if config.prefix_checkpoints is None:
         return [True] * ((last - first) * config.groups)
     boundaries = _boundaries_of(config.prefix_checkpoints, seq, config.block_size)
-    kept: list[bool] = []
+    are_kept: list[bool] = []
     for block in range(first, last):
         kept_in = {
             view: _is_kept(config, view, block, boundaries) for view in dict.fromkeys(config.views)
         }
-        kept += [kept_in[view] for view in config.views] if config.views else [True]
-    return kept
+        are_kept += [kept_in[view] for view in config.views] if config.views else [True]
+    return are_kept
 
 
 def _boundaries_of(policy: PrefixCheckpoints, seq: Seq, block_size: int) -> list[int]:

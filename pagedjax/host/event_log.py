@@ -424,9 +424,9 @@ def header_line(
         for name, value in config.record().items()
         if name == "host_blocks" or value != defaults.get(name)
     }
-    own = {} if own_policy is None else {"own_policy": own_policy}
+    own_field = {} if own_policy is None else {"own_policy": own_policy}
     head = {"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy}
-    return dump({**head, **own, "config": settings})
+    return dump({**head, **own_field, "config": settings})
 
 
 def dump(record: Record) -> str:

@@ -127,8 +127,8 @@ def _place_blocks(
     for i, block in zip(to_copy, new_blocks, strict=False):
         table[i] = block
     keys = _keys(state, released)
-    kept = checkpoints.kept_entries(config, seq, 0, len(keys) // config.groups)
-    filled = [(table[i], keys[i]) for i in to_copy if i < len(keys) and kept[i]]
+    are_kept = checkpoints.kept_entries(config, seq, 0, len(keys) // config.groups)
+    filled = [(table[i], keys[i]) for i in to_copy if i < len(keys) and are_kept[i]]
     pool = blocks.publish(pool, filled)
     copies = tuple([(released.blocks[i], table[i]) for i in to_copy])
     return pool, (*table, *new_blocks[len(to_copy) :]), copies

@@ -195,12 +195,12 @@ def junction(pool: BlockPool, seq: Seq, config: SchedulerConfig, num_shared: int
     everything, if that is more than the `num_shared` blocks that it can share; else 0.
     """
     policy = config.prefix_checkpoints
-    whole = [group for group, view in enumerate(config.views) if view.window is None]
-    if policy is None or not policy.junctions or not whole:
+    full_groups = [group for group, view in enumerate(config.views) if view.window is None]
+    if policy is None or not policy.junctions or not full_groups:
         return 0
     boundary = num_shared
     for block_hash in seq.hashes[num_shared : (seq.length - 1) // config.block_size]:
-        keys = [_key_of(block_hash, group) for group in whole]
+        keys = [_key_of(block_hash, group) for group in full_groups]
         if not all([key in pool.contents for key in keys]):
             break
         boundary += 1

@@ -381,14 +381,14 @@ def _header(
         if "pagedjax_replay" in record:
             file_format = repr(record["pagedjax_replay"])
         raise ReplayError(f"line 1 has {file_format}; this version reads format {FORMAT}; {REMEDY}")
-    own = str(record.get("own_policy", ""))
+    own_policy = str(record.get("own_policy", ""))
     policies = with_recorded(policies, record)
     if record.get("policy") not in policies:
         remedy = f"known are {', '.join(sorted(policies))}"
-        if own:
+        if own_policy:
             remedy = (
-                f"a recording runs no file, so add --policy {shlex.quote(own)}, or where that "
-                "file is now"
+                f"a recording runs no file, so add --policy {shlex.quote(own_policy)}, or where "
+                "that file is now"
             )
         raise ReplayError(f"line 1 names the policy {record.get('policy')!r}; {remedy}")
     try:
@@ -417,13 +417,13 @@ def with_recorded(
     Raises:
         ReplayError: it has no such parameters.
     """
-    own = str(record.get("own_policy", ""))
-    if record.get("policy") in policies or not own.startswith("pagedjax.policies:"):
+    own_policy = str(record.get("own_policy", ""))
+    if record.get("policy") in policies or not own_policy.startswith("pagedjax.policies:"):
         return policies
     try:
-        return {**policies, record["policy"]: find(own)}
+        return {**policies, record["policy"]: find(own_policy)}
     except (KeyError, ValueError) as error:
-        raise ReplayError(f"line 1 names the policy {own!r}: {error}") from error
+        raise ReplayError(f"line 1 names the policy {own_policy!r}: {error}") from error
 
 
 def with_own(names: Sequence[str]) -> dict[str, Policy]:

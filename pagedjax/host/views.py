@@ -125,9 +125,9 @@ def num_shareable(views: Views, num_blocks: int, is_cached: Callable[[int, int],
     # from the longest beginning down, because mostly that one fits
     for block in range(num_blocks, 0, -1):
         if all(
-            is_cached(seen, group)
+            is_cached(visible, group)
             for group, view in windows
-            for seen in (*view.outside(block), *range(view.first(block), block))
+            for visible in (*view.outside(block), *range(view.first(block), block))
         ):
             return block
     return 0
@@ -142,12 +142,12 @@ def peak_blocks(config: SchedulerConfig, request: Request, tokens: int, chunk: i
     per_group = blocks.needed(tokens, config.block_size)
     total = 0
     for view, first, end in runs_of(views_of(config, request)):
-        most = per_group
+        peak = per_group
         if view.window is not None:
             outside = len(view.outside(per_group - 1)) if per_group else 0
             window = view.window + blocks.needed(chunk - 1, config.block_size)
-            most = min(per_group, outside + window)
-        total += most * (end - first)
+            peak = min(per_group, outside + window)
+        total += peak * (end - first)
     return total
 
 

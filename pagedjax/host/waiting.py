@@ -140,12 +140,12 @@ def _preemption(
     need = len(full) * before.config.groups + len(shared)
     num_free = before.pool.num_free
     numbers = f"running requests needed {_many(need, 'block')}, and {_free(num_free)}"
-    victim = Reason("preempted", f"it was preempted: {numbers}", need, num_free)
-    other = Reason(
+    for_preempted = Reason("preempted", f"it was preempted: {numbers}", need, num_free)
+    for_waiting = Reason(
         "preemption", f"nothing enters in a step that preempts: {numbers}", need, num_free
     )
     names = [seq.request_id for seq in after.waiting]
-    return {name: victim if name in preempted else other for name in names}
+    return {name: for_preempted if name in preempted else for_waiting for name in names}
 
 
 def _admission(
@@ -167,9 +167,9 @@ def _admission(
             reasons |= {seq.request_id: reason for seq in group}
             head = group[0].request_id
             sentence = f"it is behind {head} in the order of the policy {policy.name}"
-            behind = Reason("behind", sentence, behind=head)
-            later = [seq for others in offered[place + 1 :] for seq in others]
-            return admission, reasons | {seq.request_id: behind for seq in later}
+            reason = Reason("behind", sentence, behind=head)
+            later = [seq for later_group in offered[place + 1 :] for seq in later_group]
+            return admission, reasons | {seq.request_id: reason for seq in later}
         admission = trial
     return admission, reasons
 
@@ -217,21 +217,21 @@ def _missing(
     again after each addition, because one beam may use what the next one needs.
     """
     shortage = refusal.shortage
-    more = 0
+    added = 0
     trial: Admission | Refusal = refusal
     while isinstance(trial, Refusal) and trial.shortage == shortage:
-        more += trial.need - trial.free
+        added += trial.need - trial.free
         larger = admission
         if shortage == "tokens":
-            larger = admission._replace(budget=admission.budget + more)
+            larger = admission._replace(budget=admission.budget + added)
         elif shortage == "rows":
-            larger = admission._replace(free_rows=admission.free_rows + more)
+            larger = admission._replace(free_rows=admission.free_rows + added)
         else:
             pool = admission.pool
-            pool = pool._replace(num_blocks=pool.num_blocks + more, num_free=pool.num_free + more)
+            pool = pool._replace(num_blocks=pool.num_blocks + added, num_free=pool.num_free + added)
             larger = admission._replace(pool=pool)
         trial = enter(larger, policy, group, config)
-    return more
+    return added
 
 
 def _sentence(refusal: Refusal, seq: Seq, policy: Policy, config: SchedulerConfig) -> str:
@@ -282,8 +282,9 @@ def _without_tokens(
             reasons[seq.request_id] = Reason("tokens", sentence, max(1, backlog + 1))
         budget -= chunk_size(seq, budget, config)
         backlog += seq.length - seq.computed
-    others = "prompts" if attempt.admits else "decodes"
-    skipped = Reason("kind of step", f"this step computes {others} alone (mixed_steps is off)")
+    computed_kind = "prompts" if attempt.admits else "decodes"
+    sentence = f"this step computes {computed_kind} alone (mixed_steps is off)"
+    skipped = Reason("kind of step", sentence)
     siblings = Reason("siblings", "it waits for the other beams of its request")
     for seq, length, computed in zip(*attempt.idle, strict=True):
         reasons[seq.request_id] = siblings if computed == length else skipped

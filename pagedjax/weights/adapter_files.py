@@ -193,9 +193,7 @@ def adapter_parts(
             scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
             if usual_name in orders:
                 scaled = scaled[orders[usual_name]]
-            ends = np.cumsum(_sizes(config, places)[1]).tolist()
-            for place, first, last in zip(places, (0, *ends), ends, strict=False):
-                parts[place] = a.astype(np.float32), scaled[first:last]
+            parts |= _parts_of(a, scaled, places, _sizes(config, places)[1])
     if problems or not parts:
         kinds = ", ".join(sorted({module.rpartition(".")[2] for module in matrices}))
         lines = "\n  ".join(problems or ["it has no factors"])
@@ -204,6 +202,17 @@ def adapter_parts(
             f"{next(iter(matrices))}\n  {lines}"
         )
     return parts
+
+
+def _parts_of(
+    a: Any, scaled_b: Any, places: Sequence[Part], outputs: Sequence[int]
+) -> dict[Part, tuple[Any, Any]]:
+    """The factors of each part of a matrix. outputs: of each part."""
+    ends = np.cumsum(outputs).tolist()
+    return {
+        place: (a.astype(np.float32), scaled_b[first:last])
+        for place, first, last in zip(places, (0, *ends), ends, strict=False)
+    }
 
 
 def _pair_problem(pair: Any, inputs: int, outputs: Sequence[int]) -> str | None:

@@ -150,23 +150,25 @@ def convert(
             return read(entry)
 
         if to == "orbax":
-            from pagedjax.weights import orbax_checkpoint
-
-            values = {
-                ".".join(entry.path): jax.device_put(read_and_count(entry), host())
-                for entry in table
-            }
-            orbax_checkpoint.write(folder / orbax_checkpoint.PARAMS, nested(values))
+            write_orbax(folder, table, read_and_count)
         else:
             groups = [
                 group(entry, rows_of(entry, config), read_and_count, dtype) for entry in table
             ]
             if rounding:
-                groups = [rounding.group(x) for x in groups]
+                groups = list(map(rounding.group, groups))
             write_shards(folder, groups, shard_bytes)
     if rounding and report:
         report(str(rounding))
     return target
+
+
+def write_orbax(folder: Path, table: Sequence[ParamSource], read: Read) -> None:
+    """Writes the parameters of a table as an Orbax checkpoint."""
+    from pagedjax.weights import orbax_checkpoint
+
+    values = {".".join(entry.path): jax.device_put(read(entry), host()) for entry in table}
+    orbax_checkpoint.write(folder / orbax_checkpoint.PARAMS, nested(values))
 
 
 def check_free(target: Path) -> None:

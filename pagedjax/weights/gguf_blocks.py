@@ -126,12 +126,12 @@ def rows_of(
         kind: of the encoding's numbers, as in `gguf_file.KINDS`.
         blocks: a format that holds the encoding's numbers.
     """
-    own = BLOCKS[kind]
+    file_blocks = BLOCKS[kind]
     cells = raw.reshape(-1, block_bytes)
-    rows = np.empty((shape[0], own.row_bytes(shape[1])), np.uint8)
+    rows = np.empty((shape[0], file_blocks.row_bytes(shape[1])), np.uint8)
     out = rows.reshape(len(cells), -1)
     step = PIECE // block_bytes
     for start in range(0, len(cells), step):
         parts = PARTS[encoding](cells[start : start + step])
-        out[start : start + step] = rows_of_parts(parts, own, np)
-    return recoded(rows, own, blocks, np)
+        out[start : start + step] = rows_of_parts(parts, file_blocks, np)
+    return recoded(rows, file_blocks, blocks, np)

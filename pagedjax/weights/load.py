@@ -195,13 +195,13 @@ def check_table(
     kinds of dtype.
     """
     problems = [problem for entry in table for problem in _problems(checkpoint.tensors, entry)]
-    known = {name for entry in table for name in entry.sources} | checkpoint.spare
+    sources = {name for entry in table for name in entry.sources} | checkpoint.spare
     layers = str(checkpoint.config.get("num_hidden_layers"))
     allowed = [*BUFFERS, *[pattern.replace("{layers}", layers) for pattern in ignore]]
     if checkpoint.config.get("tie_word_embeddings"):
         allowed.append("lm_head.weight")
     for name, tensor in checkpoint.tensors.items():
-        if name not in known and not any(fnmatchcase(name, pattern) for pattern in allowed):
+        if name not in sources and not any(fnmatchcase(name, pattern) for pattern in allowed):
             problems.append(f"unexpected: {name} {tensor.shape} in {tensor.file.name}")
     if problems:
         lines = "\n  ".join(problems)

@@ -94,14 +94,14 @@ def _order(rows: Sequence[Rows]) -> np.ndarray | None:
 def _have_one_order(name: str, rows: Sequence[Rows]) -> bool:
     """Whether all tensors of a parameter have the same order. If not, the log says so."""
     orders = [order for x in rows if (order := x.order()) is not None]
-    same = len(orders) == len(rows) and all(np.array_equal(orders[0], x) for x in orders[1:])
-    if not same:
+    have_one = len(orders) == len(rows) and all(np.array_equal(orders[0], x) for x in orders[1:])
+    if not have_one:
         log.warning(
             "%s is kept as floats: the tensors that it is made of have inputs in different orders "
             "(act-order)",
             name,
         )
-    return same
+    return have_one
 
 
 def assembled(

@@ -188,7 +188,7 @@ class DecoderConfig:
                 f"latent has rows of {latent.row} numbers, and the model {self.kv_heads} key heads "
                 f"of {self.head_dim}; latents need one key head of that size"
             )
-        others = {
+        excluded = {
             "qkv_bias": self.qkv_bias,
             "out_bias": self.out_bias,
             "qk_norm": self.qk_norm,
@@ -196,7 +196,7 @@ class DecoderConfig:
             "sinks": self.sinks,
             "kinds[...].mixer": any(kind.mixer for kind in self.kinds),
         }
-        for name, value in others.items():
+        for name, value in excluded.items():
             if value:
                 raise ValueError(
                     f"{name} is {value!r} in a model with latents, which has none of it here; "

@@ -226,13 +226,13 @@ class LatentAttention(nnx.Module):
         is_absorbed = ~is_long[row] & (token < rows.cu_q_lens[-1])
         order = jnp.argsort(~is_absorbed, stable=True)  # the absorbed tokens come first
         ends = jnp.cumsum(jnp.where(is_long, 0, q_lens), dtype=jnp.int32)
-        others = rows._replace(
+        absorbed_rows = rows._replace(
             seq_lens=jnp.where(is_long, 0, rows.seq_lens), cu_q_lens=jnp.pad(ends, (1, 0))
         )
         in_order = jax.tree.map(lambda x: x[order], queries)
-        of_others = self._read_rows(in_order, pages, others, attend)
-        of_others = jnp.zeros_like(of_others).at[order].set(of_others, unique_indices=True)
-        return jnp.where(is_absorbed[:, None, None], of_others, of_long)
+        results = self._read_rows(in_order, pages, absorbed_rows, attend)
+        of_absorbed = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
+        return jnp.where(is_absorbed[:, None, None], of_absorbed, of_long)
 
     def _read_rows(
         self, queries: Queries, pages: jax.Array, rows: Rows, attend: Attend

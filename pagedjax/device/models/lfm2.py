@@ -27,10 +27,10 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         mixer = ShortConv(config["conv_L_cache"], bool(config["conv_bias"]))
         kinds = {CONVOLUTION: LayerKind(mixer=mixer), ATTENTION: LayerKind()}
         types = _layer_types(config)
-        unknown = sorted(set(types) - set(kinds))
-        if unknown:
+        unknown_types = sorted(set(types) - set(kinds))
+        if unknown_types:
             raise ValueError(
-                f"layer_types has {unknown[0]!r}; a layer of LFM2 is one of {sorted(kinds)}"
+                f"layer_types has {unknown_types[0]!r}; a layer of LFM2 is one of {sorted(kinds)}"
             )
         return DecoderConfig(
             vocab_size=config["vocab_size"],

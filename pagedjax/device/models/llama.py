@@ -333,23 +333,30 @@ def experts_table(
         ParamSource((*path, "router", "weight"), routers, router_shape, rows=rows),
         *[
             ParamSource(
-                (*path, ours),
+                (*path, name),
                 sources,
                 shape,
                 alternative=ParamSource(
-                    (*path, ours), (f"{prefix}experts.{stack}",), shape, stacked=e.count
+                    (*path, name), (f"{prefix}experts.{stack}",), shape, stacked=e.count
                 ),
             )
-            for ours, sources, shape, stack in zip(
+            for name, sources, shape, stack in zip(
                 ("up", "down"), (ups, downs), shapes, STACKS, strict=True
             )
         ],
     ]
     if e.shared:
-        ups = tuple(f"{prefix}{shared}.{name}.weight" for name in (gate, up))
-        downs = (f"{prefix}{shared}.{down}.weight",)
-        table += [
-            ParamSource((*path, "shared", "up", "weight"), ups, (2 * e.shared, c.hidden)),
-            ParamSource((*path, "shared", "down", "weight"), downs, (c.hidden, e.shared)),
-        ]
+        table += _shared_table(c, e.shared, (*path, "shared"), f"{prefix}{shared}.", names)
     return table
+
+
+def _shared_table(
+    c: DecoderConfig, size: int, path: tuple[str, ...], prefix: str, names: Sequence[str]
+) -> list[ParamSource]:
+    """The shared MLP of a mixture. The arguments are those of `experts_table`, for this MLP."""
+    gate, up, down = names
+    ups = tuple(f"{prefix}{name}.weight" for name in (gate, up))
+    return [
+        ParamSource((*path, "up", "weight"), ups, (2 * size, c.hidden)),
+        ParamSource((*path, "down", "weight"), (f"{prefix}{down}.weight",), (c.hidden, size)),
+    ]

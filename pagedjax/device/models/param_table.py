@@ -39,8 +39,10 @@ class ParamSource(NamedTuple):
         """The entry for files with tensors of these names: itself, or the alternative if they have
         all of its sources.
         """
-        other = self.alternative
-        return other if other and all([name in names for name in other.sources]) else self
+        alternative = self.alternative
+        if alternative and all([name in names for name in alternative.sources]):
+            return alternative
+        return self
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

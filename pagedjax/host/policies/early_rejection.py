@@ -52,12 +52,12 @@ class Job(NamedTuple):
     """An unfinished sequence.
 
     prompt: prompt tokens that are not computed; 0 when it has sampled.
-    left: output tokens that it is predicted to have left; None: nothing is predicted.
+    remaining: output tokens that are predicted to come; None: nothing is predicted.
     runs: whether it runs.
     """
 
     prompt: int
-    left: int | None
+    remaining: int | None
     runs: bool
 
 
@@ -194,16 +194,15 @@ def predicted(memory: Load, before: dict[str, Job], job: Job) -> tuple[float, fl
     Args:
         before: the sequences before it, by id.
     """
-    tokens = job.prompt + sum([other.prompt for other in before.values()])
+    earlier = before.values()
+    tokens = job.prompt + sum([job_before.prompt for job_before in earlier])
     first = memory.token_s * tokens
     rows = 1 + len(before)
-    step_s = gap_seconds(memory, max(1, sum([other.runs for other in before.values()])))
+    step_s = gap_seconds(memory, max(1, sum([job_before.runs for job_before in earlier])))
     if step_s:
         steps = first / step_s
-        ended = [
-            other for other in before.values() if other.left is not None and other.left < steps
-        ]
-        rows -= len(ended)
+        remaining = [job_before.remaining for job_before in earlier]
+        rows -= sum([number is not None and number < steps for number in remaining])
     return first, gap_seconds(memory, rows)
 
 
@@ -218,8 +217,8 @@ def step_seconds(steps: StepTimes, sequences: int) -> float:
     """The predicted seconds of a step of this kind; 0 if none was measured."""
     if not steps.sequences:
         return 0.0
-    most = steps.seconds / steps.sequences
-    slope = min(max(0.0, steps.covariance / (steps.variance + VARIANCE)), most)
+    largest_slope = steps.seconds / steps.sequences
+    slope = min(max(0.0, steps.covariance / (steps.variance + VARIANCE)), largest_slope)
     return steps.seconds + slope * (sequences - steps.sequences)
 
 
@@ -229,12 +228,12 @@ def with_step(steps: StepTimes, sequences: int, seconds: float, speed: float) ->
         return StepTimes(float(sequences), seconds)
     more_sequences = sequences - steps.sequences
     more_seconds = seconds - steps.seconds
-    rest = 1 - speed
+    past_weight = 1 - speed
     return StepTimes(
         steps.sequences + speed * more_sequences,
         steps.seconds + speed * more_seconds,
-        rest * (steps.variance + speed * more_sequences * more_sequences),
-        rest * (steps.covariance + speed * more_sequences * more_seconds),
+        past_weight * (steps.variance + speed * more_sequences * more_sequences),
+        past_weight * (steps.covariance + speed * more_sequences * more_seconds),
     )
 
 
@@ -267,9 +266,9 @@ def measured(memory: Load, events: Sequence[PolicyEvent], now: float, speed: flo
     for event in events:
         if isinstance(event, Sampled):
             names = set(event.request_ids)
-            left = [job.prompt for job in map(memory.jobs.get, names) if job is not None]
-            prompts += sum(left)
-            sequences += left.count(0)
+            prompt_tokens = [job.prompt for job in map(memory.jobs.get, names) if job is not None]
+            prompts += sum(prompt_tokens)
+            sequences += prompt_tokens.count(0)
     has_prompts = prompts > 0 or any([job.runs and job.prompt for job in memory.jobs.values()])
     if sequences:
         memory = with_gaps(memory, sequences, seconds, has_prompts, speed)
@@ -308,8 +307,8 @@ def after_events(memory: Load, events: Sequence[PolicyEvent], now: float) -> Loa
             for name in event.request_ids:
                 job = jobs.get(name)
                 if job is not None:
-                    left = None if job.left is None else max(0, job.left - 1)
-                    jobs[name] = Job(0, left, job.runs)
+                    remaining = None if job.remaining is None else max(0, job.remaining - 1)
+                    jobs[name] = Job(0, remaining, job.runs)
     return memory._replace(jobs=jobs.finish(), new=frozenset(new), now=now if jobs else None)
 
 

@@ -74,7 +74,7 @@ class Counters(NamedTuple):
         return min(counters, default=self.last)
 
     def folded(self) -> tuple[object, ...]:
-        """The counters above the least one: what decides about the future.
+        """The counters above the lowest one: what decides about the future.
 
         `order` compares counters, and all of them grow by amounts that do not depend on them. The
         lift is one of them, or `last`. A user without a counter comes to the queue with the lift,
@@ -83,11 +83,11 @@ class Counters(NamedTuple):
         in floating point, as those of the default weights are.
         """
         last = None if self.queued else self.last
-        least = min([*self.counters.values(), self.lift()])
+        lowest = min([*self.counters.values(), self.lift()])
         counters = self.counters.mutate()
         for user, counter in self.counters.items():
-            counters[user] = counter - least
-        above = None if last is None else last - least
+            counters[user] = counter - lowest
+        above = None if last is None else last - lowest
         return counters.finish(), self.sequences, above
 
 

@@ -87,14 +87,14 @@ def float8_matrix(
     else:
         rows, columns = block
         expect(scale, (-(-outputs // rows), -(-inputs // columns)), (*FLOATS, POWERS))
-    others = [base + suffix for suffix in OF_ACTIVATIONS if base + suffix in tensors]
+    of_activations = [base + suffix for suffix in OF_ACTIVATIONS if base + suffix in tensors]
     return Quantized(
         f"{base}.weight",
         (outputs, inputs),
         "fp8",
         columns,
         numbers.file,
-        (f"{base}.weight", *names, *others),
+        (f"{base}.weight", *names, *of_activations),
         _reader(numbers, scale, rows),
     )
 

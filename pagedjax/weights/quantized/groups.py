@@ -180,12 +180,12 @@ def with_suffix(tensors: Mapping[str, Tensor], suffix: str) -> list[str]:
     return [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
 
 
-def sibling(tensors: Mapping[str, Tensor], name: str, beside: str) -> Tensor:
-    """The tensor `name`. Raises ValueError if it is not there."""
+def sibling(tensors: Mapping[str, Tensor], name: str, weight: str) -> Tensor:
+    """The tensor `name`, which a quantized `weight` needs. Raises ValueError if it is not there."""
     if name not in tensors:
-        file = tensors[beside].file
+        file = tensors[weight].file
         raise ValueError(
-            f"{file}: {beside} is quantized, and {name} is missing; fetch the model again"
+            f"{file}: {weight} is quantized, and {name} is missing; fetch the model again"
         )
     return tensors[name]
 
