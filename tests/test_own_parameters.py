@@ -155,10 +155,10 @@ def test_a_parameter_of_one_equals_no_true_among_shared_values(mine):
         name = f"{mine}:list_of({parameters})"
         return own_value("attention_impl", name, list, (), shared=True)
 
-    one = value("count=1")
-    assert value("count=1") is one
+    value_of_one = value("count=1")
+    assert value("count=1") is value_of_one
     assert repr(value("count=True")) == "[True]"
-    assert repr(one) == "[1]"
+    assert repr(value_of_one) == "[1]"
 
 
 def test_values_of_other_kinds_take_parameters(mine, tmp_path):
@@ -283,6 +283,6 @@ def test_a_name_that_a_record_does_not_have_is_told_the_near_one_and_all(mine):
     with pytest.raises(OwnError, match=r"no attribute 'prompt_lne'") as caught:
         scheduler.schedule(state, policy)
     _, _, names_there = str(caught.value).partition("; a Seq has ")
-    near, *others = names_there.split(", ")
+    near, *farther = names_there.split(", ")
     assert near == "request.prompt_len"
-    assert {*Seq._fields, "num_output", "request.user"} <= set(others)
+    assert {*Seq._fields, "num_output", "request.user"} <= set(farther)

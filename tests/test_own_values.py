@@ -100,8 +100,8 @@ def test_the_key_of_a_point_has_what_the_file_imports(tmp_path, monkeypatch):
 
 
 def test_options_are_given_by_their_names():
-    def first(a, /, b: int, *, c: float = 3, **others):
-        return a, b, c, others
+    def first(a, /, b: int, *, c: float = 3, **further):
+        return a, b, c, further
 
     options = {"b": 2, "c": 4, "d": 4}
     assert bound_parameters("x", first, 1, options) == options

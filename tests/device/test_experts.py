@@ -112,18 +112,18 @@ def plain_routes(mlp: SparseMLP, x: np.ndarray, e: Experts) -> list[dict[int, fl
         if e.scores == "softmax":
             scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
         correction = mlp.router.correction
-        wanted = scores + (0 if correction is None else np.asarray(correction[...], np.float64))
+        ranks = scores + (0 if correction is None else np.asarray(correction[...], np.float64))
         allowed = set(range(e.count))
         if e.groups is not None:
             size = e.count // e.groups.count
             groups = [range(i, i + size) for i in range(0, e.count, size)]
 
-            def score(group: range, wanted: np.ndarray = wanted) -> float:
-                return sum(sorted(wanted[list(group)])[-e.groups.best :])  # type: ignore[union-attr]
+            def score(group: range, ranks: np.ndarray = ranks) -> float:
+                return sum(sorted(ranks[list(group)])[-e.groups.best :])  # type: ignore[union-attr]
 
             best = sorted(groups, key=score, reverse=True)[: e.groups.chosen]
             allowed = {i for group in best for i in group}
-        chosen = sorted(allowed, key=lambda i: -wanted[i])[: e.chosen]
+        chosen = sorted(allowed, key=lambda i: -ranks[i])[: e.chosen]
         total = sum(scores[i] for i in chosen) if e.normalised else 1.0
         routes.append({i: e.factor * scores[i] / total for i in chosen})
     return routes
@@ -152,12 +152,12 @@ def test_results_are_those_of_a_loop_over_tokens_and_their_experts(name):
             gate = x.astype(np.float64) @ np.asarray(mlp.router.weight[-1], np.float64)
             shared /= 1 + np.exp(-gate[:, None])
         expected += shared
-    y, found = mlp.routed(jnp.asarray(x), norm=None, residual=jnp.asarray(x))
+    y, routed = mlp.routed(jnp.asarray(x), norm=None, residual=jnp.asarray(x))
     chex.assert_trees_all_close(np.asarray(y), (expected + x).astype(np.float32), atol=2e-5)
     chosen = np.array([list(weights) for weights in routes], np.int32)
     weights = np.array([list(weights.values()) for weights in routes], np.float32)
-    chex.assert_trees_all_equal(np.asarray(found.experts), chosen)
-    chex.assert_trees_all_close(np.asarray(found.weights), weights, atol=1e-6)
+    chex.assert_trees_all_equal(np.asarray(routed.experts), chosen)
+    chex.assert_trees_all_close(np.asarray(routed.weights), weights, atol=1e-6)
     padded, _ = mlp.routed(jnp.asarray(x), norm=None, used=jnp.array([20], jnp.int32))
     chex.assert_trees_all_close(
         np.asarray(padded)[:20], expected[:20].astype(np.float32), atol=2e-5
@@ -238,9 +238,9 @@ def test_corrections_keep_32_bits_in_a_model_of_16(glm, tmp_path):
     router = parameters["blocks"]["1"]["mlp"]["router"]
     chex.assert_trees_all_equal(router["correction"], exact)
     assert router["weight"].dtype == jnp.bfloat16
-    again = from_params(parameters, loaded.model.config)
-    assert again.model.dtype == "bfloat16"
-    chex.assert_trees_all_equal(whole(again.model), parameters)
+    copied = from_params(parameters, loaded.model.config)
+    assert copied.model.dtype == "bfloat16"
+    chex.assert_trees_all_equal(whole(copied.model), parameters)
     orbax = convert(glm, tmp_path / "orbax", "orbax")
     chex.assert_trees_all_equal(whole(load_model(orbax, dtype="bfloat16").model), parameters)
     back = load_file(convert(orbax, tmp_path / "back", "safetensors") / "model.safetensors")

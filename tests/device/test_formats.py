@@ -28,24 +28,13 @@ from pagedjax.weights.tree import named, nested
 from tests import quick_compiler
 from tests.device.test_llama import CHUNKED, all_logits
 from tests.device.test_model_families import config_of
-from tests.engine.runs import greedy
+from tests.engine.runs import SMALL, greedy, token_ids
 from tests.refusals import refused
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
 SCALES = "_scales"
-SMALL = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "token_buckets": (64,),
-    "num_blocks": 256,
-    "progress": False,
-}
 GREEDY = greedy(8)
 PROMPTS = [list(range(3, 40)), [7, 8, 9]]
-
-
-def texts(llm: LLM) -> list[tuple[int, ...]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
 def random_params(config) -> dict:
@@ -153,23 +142,23 @@ def test_int8_weights_of_a_16_bit_model_are_rounded_from_the_stored_values(tiny_
 
 def test_new_values_are_rounded_and_nothing_is_compiled(tiny, tiny_folder):
     llm = LLM(tiny_folder, weight_dtype="int8", **SMALL)
-    before = texts(llm)
+    before = token_ids(llm, PROMPTS, GREEDY)
     params = {name: np.asarray(x) for name, x in named(tiny.model.params).items()}
     changed = {
         name: x[::-1].copy() if "mlp" in name and x.ndim == 2 else x for name, x in params.items()
     }
     counted = compilations.counts()
     llm.update_params(nested(changed))
-    after = texts(llm)
+    after = token_ids(llm, PROMPTS, GREEDY)
     assert (compilations.counts() - counted).compilations == 0
     assert after != before
     fresh = from_params(
         nested(changed), tiny.model.config, weight_dtype="int8", tokenizer=tiny.tokenizer
     )
-    assert texts(LLM(fresh, **SMALL)) == after
+    assert token_ids(LLM(fresh, **SMALL), PROMPTS, GREEDY) == after
     # int8 already, with its scales
     llm.update_params(load_model(tiny_folder, weight_dtype="int8").model.params)
-    assert texts(llm) == before
+    assert token_ids(llm, PROMPTS, GREEDY) == before
 
 
 def test_conflicting_options_are_refused(tiny, tiny_folder):
@@ -228,8 +217,7 @@ POWERS_OF_TWO = Format(
 def test_an_engine_runs_a_format_that_this_file_defines(one_layer_folder, monkeypatch):
     """With the tokens of the restored weights in floats."""
     monkeypatch.setitem(STORED_FORMATS, "powers", f"{__name__}:POWERS_OF_TWO")
-    options = SMALL | {"compilation": "lazy"}
-    llm = LLM(one_layer_folder, weight_dtype="powers", **options)
+    llm = LLM(one_layer_folder, weight_dtype="powers", **SMALL)
     assert (llm.engine.config.weight_dtype, llm.engine.config.linear_impl) == ("powers", "xla")
     params = named(load_model(one_layer_folder, weight_dtype="powers").model.params)
     floats = {
@@ -239,14 +227,13 @@ def test_an_engine_runs_a_format_that_this_file_defines(one_layer_folder, monkey
     }
     assert {str(params[name].dtype) for name, x in floats.items() if x.ndim == 2} == {"uint8"}
     original = load_model(one_layer_folder, linear_impl="xla")
-    before = texts(LLM(original, **options))
-    expected = texts(
-        LLM(from_params(nested(floats), original.model.config, linear_impl="xla"), **options)
-    )
-    assert texts(llm) == expected != before
+    before = token_ids(LLM(original, **SMALL), PROMPTS, GREEDY)
+    widened = from_params(nested(floats), original.model.config, linear_impl="xla")
+    expected = token_ids(LLM(widened, **SMALL), PROMPTS, GREEDY)
+    assert token_ids(llm, PROMPTS, GREEDY) == expected != before
     # other parameters are packed as those of the checkpoint were
     llm.update_params(original.model.params)
-    assert texts(llm) == expected
+    assert token_ids(llm, PROMPTS, GREEDY) == expected
     config = replace(original.model.config, stored="powers")
     mesh = MeshConfig(tensor=2)
     assert split(config, mesh, ("head", "weight_scale")) == ()

@@ -142,8 +142,8 @@ def world(block_size: int) -> World:
     count = len(LENGTHS) * WIDTH
     rng = np.random.default_rng(1)
     sizes = BlockSizes(block_size, 1, LATENT.row, "float32", LATENT.row)
-    (name, shape), *others = latent_pages(sizes).items()
-    assert not others, "a token has one row, and no values beside it"
+    (name, shape), *further_pages = latent_pages(sizes).items()
+    assert not further_pages, "a token has one row, and no values beside it"
     numbers = rng.standard_normal((count + 1, *shape.shape)).astype(np.float32)
     numbers[rng.random(numbers.shape) < 0.1] = np.nan
     tables = rng.permutation(count).reshape(len(LENGTHS), WIDTH).astype(np.int32) + 1

@@ -86,8 +86,8 @@ def all_logits(
     for step in steps:
         batch, *of_groups = [lay_out(step, computed, PROMPTS, table, T) for table in tables]
         if shape.layout:
-            slots = tuple([other.slots for other in of_groups])
-            block_tables = tuple([other.block_tables for other in of_groups])
+            slots = tuple([group_batch.slots for group_batch in of_groups])
+            block_tables = tuple([group_batch.block_tables for group_batch in of_groups])
             batch = batch._replace(extras=(GroupTables(shape.layout, slots, block_tables),))
         kv, logits = run(model.params, kv, batch)
         ends = np.cumsum([count for _, count in step])

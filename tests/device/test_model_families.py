@@ -483,13 +483,13 @@ def test_transformers_reads_what_convert_writes(saved, tmp_path):
     folder, theirs = saved
     orbax = convert(folder, tmp_path / "orbax", "orbax")
     back = convert(orbax, tmp_path / "back", "safetensors")
-    again = AutoModelForCausalLM.from_pretrained(
+    restored = AutoModelForCausalLM.from_pretrained(
         back, attn_implementation="eager", dtype=torch.float32
     )
     for prompt in PROMPTS[:2]:
         # sums of torch depend on where its memory begins
         chex.assert_trees_all_close(
-            their_logits(again, prompt), their_logits(theirs, prompt), atol=1e-5
+            their_logits(restored, prompt), their_logits(theirs, prompt), atol=1e-5
         )
 
 
@@ -647,9 +647,9 @@ def test_logits_in_16_bits_are_as_close_to_32_bits_as_those_of_transformers(save
     short = deepcopy(theirs).to(torch.bfloat16)
     with torch.no_grad():
         rounded = short(torch.from_numpy(np.asarray(prompt))[None]).logits[0].float().numpy()
-    ours = all_logits(load_model(folder, dtype="bfloat16").model, CHUNKED)[0]
+    logits = all_logits(load_model(folder, dtype="bfloat16").model, CHUNKED)[0]
     their_error = np.abs(rounded - expected)
-    error = np.abs(ours - expected)
+    error = np.abs(logits - expected)
     assert error.mean() < 1.2 * their_error.mean()
     assert error.max() < 1.5 * their_error.max()
 
@@ -835,8 +835,8 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
         del sizes["num_key_value_heads"]
     if model_type == "deepseek_v2":  # null in its class
         sizes["num_experts_per_tok"] = 6
-    known = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)  # its config is that of V3
-    full = AutoConfig.for_model(known, **sizes).to_dict()
+    class_name = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)  # its config is that of V3
+    full = AutoConfig.for_model(class_name, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
         # of Llama's and Mistral's classes: computed from their own default sizes
         full.pop("head_dim")

@@ -296,10 +296,10 @@ def gpt_oss_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
                 up, down = (
                     layer[f"mlp.experts.{name}_proj"][expert] for name in ("gate_up", "down")
                 )
-                both = y[token] @ up + layer["mlp.experts.gate_up_proj_bias"][expert]
-                gate = np.minimum(both[::2], 1.5)
+                products = y[token] @ up + layer["mlp.experts.gate_up_proj_bias"][expert]
+                gate = np.minimum(products[::2], 1.5)
                 gate = gate / (1 + np.exp(-1.702 * gate))
-                inner = (np.clip(both[1::2], -1.5, 1.5) + 1) * gate
+                inner = (np.clip(products[1::2], -1.5, 1.5) + 1) * gate
                 result[token] += share * (
                     inner @ down + layer["mlp.experts.down_proj_bias"][expert]
                 )
@@ -354,14 +354,14 @@ def qwen3_next_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
         if i == 0:
             x = x + delta_rule(layer, y)
         else:
-            both = (y @ layer["self_attn.q_proj.weight"].T).reshape(len(x), HEADS, 2 * D)
+            products = (y @ layer["self_attn.q_proj.weight"].T).reshape(len(x), HEADS, 2 * D)
             k, v = (
                 (y @ layer[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, D)
                 for part in "kv"
             )
-            q = turn(norm(both[..., :D], layer["self_attn.q_norm.weight"]))
+            q = turn(norm(products[..., :D], layer["self_attn.q_norm.weight"]))
             k = turn(norm(k, layer["self_attn.k_norm.weight"]))
-            gate = 1 / (1 + np.exp(-both[..., D:].reshape(len(x), -1)))
+            gate = 1 / (1 + np.exp(-products[..., D:].reshape(len(x), -1)))
             x = x + (attended(q, k, v) * gate) @ layer["self_attn.o_proj.weight"].T
         y = norm(x, layer["post_attention_layernorm.weight"])
 

@@ -185,7 +185,7 @@ def test_frequencies_and_factors_are_those_of_transformers(scaling, part):
     compute = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
     for context in (32, 200):
         frequencies, factor = compute(config, seq_len=context)
-        ours = rope.frequencies(head_dim, context)
-        np.testing.assert_allclose(ours[:8], frequencies.numpy(), rtol=2e-6)
-        assert ours[8:] == [0.0] * (head_dim // 2 - 8)
+        results = rope.frequencies(head_dim, context)
+        np.testing.assert_allclose(results[:8], frequencies.numpy(), rtol=2e-6)
+        assert results[8:] == [0.0] * (head_dim // 2 - 8)
         assert attention_factor(scaling) == pytest.approx(factor)

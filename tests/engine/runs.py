@@ -11,12 +11,20 @@ from pagedjax import LLM, SamplingParams
 from pagedjax.host import scheduler
 from pagedjax.host.types import Sampled, StepResult
 
+# the sizes of `tiny_llm`, whose programs such engines share
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "num_blocks": 256,
+    "progress": False,
+}
+
 
 def small_llm(model: Any, **config: Any) -> LLM:
-    """Returns an LLM with the sizes of `tiny_llm` and one bucket, if nothing else is said."""
-    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_blocks": 256, **config}
-    config.setdefault("token_buckets", (config["max_num_batched_tokens"],))
-    return LLM(model, progress=False, **config)
+    """Returns an LLM with the options SMALL, if nothing else is said. It has one bucket."""
+    budget = config.get("max_num_batched_tokens", SMALL["max_num_batched_tokens"])
+    return LLM(model, **(SMALL | {"token_buckets": (budget,)} | config))
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:

@@ -151,11 +151,11 @@ def test_a_request_has_the_same_bits_in_any_company_and_any_engine(engines, expe
 
 def test_given_tokens_have_the_bits_of_those_that_are_sampled(engines, expected):
     """And those that are sampled beside them keep theirs."""
-    given = [
+    fixed = [
         (prompt, replace(params, trace_decode_token_ids=tuple(tokens)))
         for (prompt, params), ((tokens, _), _) in zip(NEEDLES, expected, strict=True)
     ]
-    prompts, params = zip(*NEEDLES, *given, strict=True)
+    prompts, params = zip(*NEEDLES, *fixed, strict=True)
     outputs = answers(engines["large steps"], list(prompts), list(params))
     chex.assert_trees_all_equal(outputs, [*expected, *expected])
 

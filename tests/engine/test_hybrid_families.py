@@ -17,6 +17,7 @@ import pytest
 
 from pagedjax.host.replay import replay
 from tests.engine.runs import answers, check_idle, greedy, logprobs_of, small_llm
+from tests.engine.test_mixer_layers import prompts
 from tests.weights.test_family_files import HYBRIDS
 from tests.weights.tiny_families import write_family
 
@@ -39,13 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 # (prompt, tokens of the answer) -> (tokens that it should have, their log-probabilities)
 Expected = Callable[[tuple[int, ...], tuple[int, ...]], tuple[list[int], np.ndarray]]
-
-
-def prompts() -> list[list[int]]:
-    """Prompts that share their first 14 tokens."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(3, 320, 14).tolist()
-    return [shared + rng.integers(3, 320, n).tolist() for n in (1, 9, 5, 22)]
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)

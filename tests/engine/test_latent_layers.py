@@ -126,12 +126,12 @@ def test_bits_of_8_take_a_quarter(loaded, plain):
     layers = loaded.model.config.layers
     assert llm.engine.memory.block_bytes == 16 * (layers * LATENT.row + 4)
     params = greedy(1, logprobs=0, prompt_logprobs=0)
-    outputs, others = (engine.generate(prompts(), params) for engine in (llm, plain))
-    for output, other, prompt in zip(outputs, others, prompts(), strict=True):
+    outputs, plain_outputs = (engine.generate(prompts(), params) for engine in (llm, plain))
+    for output, plain_output, prompt in zip(outputs, plain_outputs, prompts(), strict=True):
         assert output.prompt_logprobs
-        assert other.prompt_logprobs
+        assert plain_output.prompt_logprobs
         logprobs = chosen(prompt[1:], output.prompt_logprobs[1:])
-        errors = np.abs(logprobs - chosen(prompt[1:], other.prompt_logprobs[1:]))
+        errors = np.abs(logprobs - chosen(prompt[1:], plain_output.prompt_logprobs[1:]))
         assert 0 < errors.mean() < 0.2
 
 
@@ -176,9 +176,10 @@ def test_a_prefix_is_found_at_every_boundary(loaded, plain):
         prompt = first[:shared] + rng.integers(3, 320, 3).tolist()
         (output,) = llm.generate([prompt], params)
         assert output.num_cached_tokens == shared // 4 * 4
-        (other,) = answers(plain, [prompt], params)
-        assert output.outputs[0].token_ids == other.token_ids
-        chex.assert_trees_all_close(logprobs_of(output.outputs[0]), logprobs_of(other), atol=1e-3)
+        (plain_answer,) = answers(plain, [prompt], params)
+        assert output.outputs[0].token_ids == plain_answer.token_ids
+        logprobs = [logprobs_of(answer) for answer in (output.outputs[0], plain_answer)]
+        chex.assert_trees_all_close(*logprobs, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -189,8 +189,8 @@ def test_capacity_of_a_model_with_windows_says_what_a_sequence_keeps(tmp_path, c
     command = [str(path), "--out", str(tmp_path / "runs"), "--quiet", "--tolerance", "0.2"]
     assert capacity.main(command) == 0
     folder = tmp_path / "runs" / "md1-capacity"
-    freed, kept = json.loads((folder / "capacity.json").read_text())["cells"]
-    assert freed["capacity"] > kept["capacity"]
+    freed, full = json.loads((folder / "capacity.json").read_text())["cells"]
+    assert freed["capacity"] > full["capacity"]
     # windows of 128 tokens lie in 9 blocks of 16
     sentence = "2 groups of layers: a sequence of 4,096 tokens keeps 265 of 512 blocks (52 %)"
     assert sentence in capsys.readouterr().out

@@ -38,11 +38,11 @@ class Findable:
         size = self.config.block_size
         every = range(1, MAX_BOUNDARY)
         assert policy is not None
-        kept = {b for b in every if policy.interval and b * size % policy.interval == 0}
+        boundaries = {b for b in every if policy.interval and b * size % policy.interval == 0}
         if policy.prompts:  # the last one behind which a token of the prompt is left
             before = [b for b in every if b * size < seq.request.prompt_len]
-            kept |= set(before[-1:])
-        return kept | ({seq.junction} if policy.junctions else set())
+            boundaries |= set(before[-1:])
+        return boundaries | ({seq.junction} if policy.junctions else set())
 
     def keys_of(self, seq: Seq, hashes: Sequence[str], computed: range) -> set[str]:
         """The keys of the blocks that are full in `computed`, and seen behind a boundary. Without a
@@ -55,8 +55,8 @@ class Findable:
         boundaries = self.boundaries(seq)
         keys = set()
         for group, view in enumerate(self.views):
-            seen = set(view.kept).union(*[seen_before(view, b) for b in boundaries])
-            keys |= {key(hashes[i], group) for i in full if view.window is None or i in seen}
+            visible = set(view.kept).union(*[seen_before(view, b) for b in boundaries])
+            keys |= {key(hashes[i], group) for i in full if view.window is None or i in visible}
         return keys
 
     def end(self, seq: Seq, hashes: Sequence[str], computed: int) -> None:
@@ -66,8 +66,8 @@ class Findable:
         if policy is not None and policy.texts and len(hashes) >= boundary:
             for group, view in enumerate(self.views):
                 # other blocks were published when they were filled
-                seen = seen_before(view, boundary) - set(view.kept) if view.window else ()
-                self.keys |= {key(hashes[i], group) for i in seen}
+                visible = seen_before(view, boundary) - set(view.kept) if view.window else ()
+                self.keys |= {key(hashes[i], group) for i in visible}
 
     def schedule(
         self, before: SchedulerState, plan: Plan, after: SchedulerState, running: Iterable[Seq]
@@ -80,14 +80,14 @@ class Findable:
         for seq in running:
             if seq.request_id in plan.preempted and seq.request_id not in plan.swapped:
                 self.end(seq, seq.hashes, min(seq.computed, seq.length - 1))
-        known = set(self.keys)
+        keys_before = set(self.keys)
         lost = self.lose(after)
         empty = after.pool.num_free - len(blocks.idle_ids(after.pool))
         assert not lost or plan.copies or not empty, "content was lost beside empty blocks"
         cached_of = dict(zip(plan.admitted, plan.cached, strict=True))
         for seq in after.running.seqs:
             if seq.request_id in cached_of and seq.request_id not in plan.resumed and not lost:
-                self.check_entry(seq, cached_of[seq.request_id], known)
+                self.check_entry(seq, cached_of[seq.request_id], keys_before)
         return bool(lost)
 
     def lose(self, state: SchedulerState) -> set[str]:
@@ -98,7 +98,7 @@ class Findable:
         self.keys = contents
         return lost
 
-    def check_entry(self, seq: Seq, cached: int, known: set[str]) -> None:
+    def check_entry(self, seq: Seq, cached: int, keys: set[str]) -> None:
         """A sequence begins behind the longest beginning that is usable, and knows its junction."""
         size = self.config.block_size
         longest = min(len(seq.hashes), (seq.length - 1) // size)
@@ -106,7 +106,7 @@ class Findable:
 
         def usable(boundary: int, groups: Iterable[int]) -> bool:
             return all(
-                key(seq.hashes[i], group) in known
+                key(seq.hashes[i], group) in keys
                 for group in groups
                 for i in seen_before(views[group], boundary)
             )
@@ -116,10 +116,10 @@ class Findable:
             assert cached == best * size, "another beginning is longer"
         assert cached >= best * size
         policy = self.config.prefix_checkpoints
-        whole = [group for group, view in enumerate(self.views) if view.window is None]
+        full_groups = [group for group, view in enumerate(self.views) if view.window is None]
         junction = 0
-        if policy is not None and policy.junctions and whole:
-            junction = max(b for b in range(longest + 1) if usable(b, whole))
+        if policy is not None and policy.junctions and full_groups:
+            junction = max(b for b in range(longest + 1) if usable(b, full_groups))
         assert seq.junction == (junction if junction * size > cached else 0)
 
     def commit(

@@ -246,16 +246,16 @@ def unfolded(world: World, depth: int) -> Iterator[tuple[int, Move]]:
         frontier = following
 
 
-def check_depths(world: World, most: int) -> Graph:
+def check_depths(world: World, depth_limit: int) -> Graph:
     """Compares the search with one that folds nothing, up to a depth -> the states that it reached."""
     depths = {folding.key_of(world, start(world)): 0}
-    for depth, move in unfolded(world, most):
+    for depth, move in unfolded(world, depth_limit):
         depths.setdefault(folding.key_of(world, move.node), depth)
     graph = explore(world)
     folded = {
         key: graph.depths[number]
         for key, number in graph.numbers.items()
-        if graph.depths[number] <= most
+        if graph.depths[number] <= depth_limit
     }
     assert folded == depths
     return graph

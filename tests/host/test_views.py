@@ -223,12 +223,12 @@ def test_what_a_chunk_gives_back_is_evicted_block_by_block():
         state = scheduler.submit(state, Request(f"b{tokens}", tokens, 8))
         while state.ids:
             state, *_ = step(state)
-        left = [
+        counts = [
             sum(f"{key}.{group + 1}" in state.pool.contents for group in range(states))
             for key in keys
         ]
-        assert sum(count not in (0, states) for count in left) <= 1
-    assert 0 < left.count(0) < len(keys)
+        assert sum(count not in (0, states) for count in counts) <= 1
+    assert 0 < counts.count(0) < len(keys)
 
 
 def test_views_that_are_none_and_views_beside_a_baseline_are_refused():
@@ -302,9 +302,9 @@ def cancelled(findable: Findable, state: SchedulerState, name: str) -> Scheduler
     """The state without a request; its text ends here."""
     before = scheduler.running(state)
     state, _ = scheduler.cancel(state, name, "stop")
-    left = {seq.arrival for seq in scheduler.running(state)}
+    running = {seq.arrival for seq in scheduler.running(state)}
     for seq in before:
-        if seq.arrival not in left:
+        if seq.arrival not in running:
             findable.end(seq, seq.hashes, seq.computed)
     assert not findable.lose(state), "a cancellation lost content"
     return state

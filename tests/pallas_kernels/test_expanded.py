@@ -67,8 +67,8 @@ def defined(case: Case, window: int | None, soft_cap: float | None) -> np.ndarra
             if soft_cap:
                 scores = soft_cap * np.tanh(scores / soft_cap)
             distance = context - queries + i - place
-            seen = (distance >= 0) & (distance < (window or context))
-            weights = np.exp(scores - scores[:, seen].max(-1, keepdims=True)) * seen
+            visible = (distance >= 0) & (distance < (window or context))
+            weights = np.exp(scores - scores[:, visible].max(-1, keepdims=True)) * visible
             weights /= weights.sum(-1, keepdims=True)
             out[start + i] = np.einsum("nc,ncu->nu", weights, values)
         start += queries

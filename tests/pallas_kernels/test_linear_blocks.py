@@ -107,8 +107,8 @@ def test_rows_have_the_parts_that_they_were_made_of(name):
     chex.assert_trees_all_equal(np.asarray(in_jax), weights_of(parts))
     for to in BLOCKS.values():
         if to.holds(blocks):
-            same = restored(recoded(rows, blocks, to, np), to, np)
-            chex.assert_trees_all_equal(same.view(np.int32), weights_of(parts).view(np.int32))
+            weights = restored(recoded(rows, blocks, to, np), to, np)
+            chex.assert_trees_all_equal(weights.view(np.int32), weights_of(parts).view(np.int32))
     assert BLOCKS["any"].holds(blocks) == (blocks.numbers != "e4m3")
 
 

@@ -75,8 +75,8 @@ class Application:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         start = {"type": "http.response.start", "status": 200, "headers": []}
         body = {"type": "http.response.body", "body": self.name.encode()}
-        taken = {"type": "pagedjax.taken", "engine": self.name, "identity": self.behaviour}
-        for messages in ([taken], [start], [body]):
+        notice = {"type": "pagedjax.taken", "engine": self.name, "identity": self.behaviour}
+        for messages in ([notice], [start], [body]):
             data = pickle.dumps(messages)
             frame = struct.pack(">I", len(data)) + data
             await send({"type": "http.response.body", "body": frame, "more_body": True})

@@ -298,12 +298,12 @@ def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, expected, fol
 def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
     open_server, http, tiny_folder, folders, tmp_path
 ):
-    one = folders["one"]
-    broken = Path(shutil.copytree(one, tmp_path / "broken"))
+    sound = folders["one"]
+    broken = Path(shutil.copytree(sound, tmp_path / "broken"))
     (broken / "adapter_model.safetensors").write_bytes(b"abc")
     dora = tiny_adapter(tmp_path / "dora", tiny_folder, 4, use_dora=True)
     missing = "has no adapter_config.json; it must be the folder of a LoRA adapter"
-    for folder in (tmp_path / "nowhere", Path("~no-such-user/a"), one / "adapter_config.json"):
+    for folder in (tmp_path / "nowhere", Path("~no-such-user/a"), sound / "adapter_config.json"):
         assert_refused(load(http, "a", folder), 404, missing, "lora_path")
     for folder, message in (
         (Path("/" + "a" * 4000), "File name too long"),
@@ -313,7 +313,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
         assert_refused(load(http, "a", folder), 400, message)
     name_taken = "lora_name: 'tiny' is the name of the model, and an adapter needs its own; choose another name"
     for name, message in (("tiny", name_taken), ("", "lora_name: "), ("a" * 257, "lora_name: ")):
-        assert_refused(load(http, name, one), 400, message, "lora_name")
+        assert_refused(load(http, name, sound), 400, message, "lora_name")
     for body, message, param in (
         ({"lora_path": "a", "load_inplace": 1}, "load_inplace: ", "load_inplace"),
         ({"lora_path": "a", "other": 1}, "unknown field 'other'", "other"),
@@ -323,12 +323,12 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(
         assert_refused(answer, 400, message, param)
     answer = http.post("/v1/unload_lora_adapter", json={})
     assert_refused(answer, 400, "lora_name: Field required", "lora_name")
-    gone = "adapter 'a' is not loaded; loaded are none"
-    assert_refused(unload(http, "a"), 404, gone, "lora_name")
+    not_loaded = "adapter 'a' is not loaded; loaded are none"
+    assert_refused(unload(http, "a"), 404, not_loaded, "lora_name")
     for name in RANKS:
         must_load(http, name, folders[name])
     message = "adapter 'a' has no slot: max_loras is 3, and 3 adapters are loaded"
-    assert_refused(load(http, "a", one), 400, message)
+    assert_refused(load(http, "a", sound), 400, message)
     assert set(open_server.worker.llm.engine.adapters) == set(RANKS)
 
 

@@ -163,14 +163,14 @@ class Engines:
         async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Any]]:
             engine = len(origins)
             origins.append(origin)
-            left = lost_after[engine] if engine < len(lost_after) else None
+            remaining = lost_after[engine] if engine < len(lost_after) else None
             identity = identities[engine] if engine < len(identities) else "tiny"
             async with aclosing(self.ask(*case, origin, engine, identity)) as answer:
                 async for messages in answer:
-                    if left == 0:
+                    if remaining == 0:
                         raise Lost(reason)
                     yield messages
-                    left = None if left is None else left - 1
+                    remaining = None if remaining is None else remaining - 1
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -250,8 +250,8 @@ def test_tokens_of_a_lost_engine_are_not_generated_again(llms):
         expected = await engines.answer(Keeper("tiny"), case)
         answer = await engines.answer(Keeper("tiny"), case, [9, 9])
         assert answer.body == expected.body
-        known = [len(origin.tokens) for origin in answer.origins]
-        assert 0 == known[0] < known[1] < known[2]
+        known_tokens = [len(origin.tokens) for origin in answer.origins]
+        assert 0 == known_tokens[0] < known_tokens[1] < known_tokens[2]
 
     run(llms, lose_twice)
 
@@ -302,13 +302,13 @@ def test_a_lost_request_that_no_engine_takes_in_time_is_answered_503(llms, messa
         async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Any]]:
             if origin.taken:
                 raise Unanswered("no replica was ready within 5 s", "no_replica", 10)
-            left = messages
+            remaining = messages
             async with aclosing(engines.ask(path, body, origin, 0)) as answer:
                 async for batch in answer:
-                    if left == 0:
+                    if remaining == 0:
                         raise Lost("ended")
                     yield batch
-                    left -= 1
+                    remaining -= 1
 
         keeper = Keeper("tiny")
         if messages == 1:
@@ -355,15 +355,15 @@ def test_the_template_the_tokenizer_and_the_parser_are_a_part_of_an_identity(llm
 
 
 def test_tokens_travel_with_bytes_and_those_of_a_whole_answer_do_not_wait_long(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(continuation.time, "monotonic", lambda: now[0])
+    clock = [0.0]
+    monkeypatch.setattr(continuation.time, "monotonic", lambda: clock[0])
     sent: list[int] = []
     call = continuation.Call(ORIGIN, lambda message: sent.append(len(message["tokens"])))
     token = continuation.Delta(0, 0, "a", 7, None, None, None, 0)
     for _ in range(continuation.TOKENS_TOGETHER + 1):
         call.note(token)
     assert sent == [256]
-    now[0] = 1.0
+    clock[0] = 1.0
     call.note(token)
     assert sent == [256, 2]
     call.note(token)
@@ -386,21 +386,21 @@ def test_a_request_that_ends_engines_is_stopped_and_those_beside_it_are_answered
         def ask_of(ends_it: bool) -> Ask:
             async def ask(origin: Origin, avoided: Avoided) -> AsyncIterator[list[Any]]:
                 nonlocal engine, count, has_all
-                own = engine
+                asked_engine = engine
                 count += 1
                 together = has_all
                 if count == 3:
                     together.set()
-                async with aclosing(engines.ask(*case, origin, own)) as answer:
+                async with aclosing(engines.ask(*case, origin, asked_engine)) as answer:
                     async for messages in answer:
-                        if own in lost:
+                        if asked_engine in lost:
                             raise Lost("ended")
                         yield messages
                         if len(lost) < 2:  # at first, all have the same engine
                             await together.wait()
                         if ends_it:
-                            lost.add(own)
-                            engine = own + 1
+                            lost.add(asked_engine)
+                            engine = asked_engine + 1
                             count = 0
                             has_all = asyncio.Event()
 
@@ -415,12 +415,12 @@ def test_a_request_that_ends_engines_is_stopped_and_those_beside_it_are_answered
             await keeper.relay(ask_of(ends_it), send, ORIGIN)
             return b"".join(message["body"] for message in sent[1:])
 
-        poison, *others = await asyncio.gather(
+        poison, *answers = await asyncio.gather(
             body_of(True), body_of(False), body_of(False), return_exceptions=True
         )
         assert isinstance(poison, ApiError)
         assert poison.code == "request_stopped"
-        assert others == [expected.body, expected.body]
+        assert answers == [expected.body, expected.body]
         assert len(lost) <= MAX_ENDED
 
     run(llms, lose)
@@ -446,8 +446,8 @@ def test_tokens_beyond_the_limit_are_not_kept(llms):
         keeper = Keeper("tiny", max_bytes=200)
         expected = await engines.answer(keeper, CASES["drawn stream"])
         assert keeper.num_bytes == 0
-        whole = await engines.answer(keeper, CASES["long whole answer"], [2])
-        assert whole.status == 200  # nothing was sent, so it begins again
+        restarted = await engines.answer(keeper, CASES["long whole answer"], [2])
+        assert restarted.status == 200  # nothing was sent, so it begins again
         answer = await engines.answer(keeper, CASES["drawn stream"], [14])
         assert answer.attempts == 1
         assert answer.body.startswith(expected.body[:200])

@@ -90,10 +90,10 @@ def test_a_field_of_service_is_refused_unless_the_operator_allows_it(llm, field)
 
 
 def test_the_fields_of_service_reach_the_policy(llm):
-    seen = []
+    fields = []
 
     def order(waiting, running, cached):
-        seen.extend([seq.request[-3:] for seq in waiting])
+        fields.extend([seq.request[-3:] for seq in waiting])
         return waiting
 
     runtime = llm.engine.runtime
@@ -101,7 +101,7 @@ def test_the_fields_of_service_reach_the_policy(llm):
     with served_to(llm, allow_service_fields=True) as (_, http):
         assert complete(http, max_tokens=1, **FIELDS)["choices"]
         wrong = http.post("/v1/completions", json={**GREEDY, "prompt": "a", "deadline": 0})
-    assert seen == [(7, "chat", 1.5)]
+    assert fields == [(7, "chat", 1.5)]
     assert wrong.status_code == 400
 
 

@@ -327,8 +327,8 @@ def end_with_503(url: str, signals: list[signal.Signals], send: Callable[[int], 
         )
         with ThreadPoolExecutor(24) as pool, httpx.Client(base_url=url, timeout=60) as client:
 
-            def post(**more) -> Future[httpx.Response]:
-                return pool.submit(client.post, "/v1/completions", json=options | more)
+            def post(**changes) -> Future[httpx.Response]:
+                return pool.submit(client.post, "/v1/completions", json=options | changes)
 
             calls = [post() for _ in range(23)]
             stream = post(stream=True)

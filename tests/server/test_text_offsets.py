@@ -14,17 +14,16 @@ from pagedjax.engine.session import GenerationRequest
 from pagedjax.server.responses import OutputOffsets, Style, completion_logprobs, prompt_offsets
 from pagedjax.text.outputs import CompletionOutput, Logprob, RequestOutput
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.weights.locate import open_checkpoint
-from pagedjax.weights.tokenizer_files import load_tokenizer
 from tests import drawn
 from tests.structured.test_vocabulary import TOKENIZERS
+from tests.weights import bpe_oracle
 
 TEXT = "😀 hi ünï 漢字 end"
 
 
 @pytest.fixture(scope="module")
 def smollm() -> Tokenizer:
-    return load_tokenizer(open_checkpoint("smollm2-135m"))
+    return bpe_oracle.smollm()
 
 
 def style(tokenizer: Tokenizer, **options: Any) -> Style:

@@ -13,6 +13,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.tools.functions import function
+
 MESSAGES = [{"role": "user", "content": "the cat"}]
 
 
@@ -152,21 +154,17 @@ def test_log_probabilities_are_those_of_all_tokens(tool_client):
 
 def test_the_tokens_of_a_prompt_include_its_tools(tool_server):
     plain, with_tools = (
-        httpx.post(f"{tool_server.url}/tokenize", json={"messages": MESSAGES, **more}).json()
-        for more in ({}, {"tools": TOOLS})
+        httpx.post(f"{tool_server.url}/tokenize", json={"messages": MESSAGES, **tools}).json()
+        for tools in ({}, {"tools": TOOLS})
     )
     assert with_tools["count"] > plain["count"] + 100
-
-
-def tool(name: str, **fields) -> dict:
-    return {"type": "function", "function": {"name": name, **fields}}
 
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
 def test_ignored_keywords_of_tools_are_in_a_header(tool_server):
-    body = options(max_tokens=2, tools=[tool("f", parameters=UNIQUE, strict=False)])
+    body = options(max_tokens=2, tools=[function("f", parameters=UNIQUE, strict=False)])
     answer = httpx.post(f"{tool_server.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200
     assert answer.headers["X-Ignored-Keywords"] == "f#/properties/a/uniqueItems"

@@ -11,7 +11,7 @@ from pagedjax import LLM, BeamSearchParams, SamplingParams
 from tests.engine.runs import small_llm
 from tests.refusals import refused
 from tests.structured.schemas import SMALL as SCHEMA
-from tests.tools.functions import function
+from tests.tools.functions import added_tokens, function
 from tests.weights.tiny import tiny_llama
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
@@ -47,17 +47,14 @@ def test_calls_obey_their_schemas(tiny_tools):
 )
 def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, marks):
     """Special ones too, which texts do not show otherwise."""
-    from tokenizers import AddedToken, Tokenizer
-
-    def added(*texts: str) -> list[AddedToken]:
-        return [AddedToken(text, normalized=False) for text in texts]
+    from tokenizers import Tokenizer
 
     folder = tiny_llama(tmp_path / "m", tied=False)
     file = str(folder / "tokenizer.json")
     config = folder / "tokenizer_config.json"
     backend = Tokenizer.from_file(file)
-    backend.add_tokens(added("<tool_call>", "</tool_call>", "<think>"))
-    backend.add_special_tokens(added("[TOOL_CALLS]", "[ARGS]"))
+    backend.add_tokens(added_tokens("<tool_call>", "</tool_call>", "<think>"))
+    backend.add_special_tokens(added_tokens("[TOOL_CALLS]", "[ARGS]"))
     backend.save(file)
     template = f"{{# {marks} #}}{{{{ (tools or []) | length }}}} tools{{{{ messages[0].content }}}}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))

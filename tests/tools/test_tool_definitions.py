@@ -17,8 +17,8 @@ def test_a_tool_has_defaults():
     (tool,) = tools_of([F])
     assert tool == Tool("f", None, NO_PARAMETERS, True)
     (tool,) = tools_of([function(description="D", strict=None)])
-    shown = {"name": "f", "description": "D", "parameters": NO_PARAMETERS}
-    assert tool.shown()["function"] == shown
+    definition = {"name": "f", "description": "D", "parameters": NO_PARAMETERS}
+    assert tool.shown()["function"] == definition
     (tool,) = tools_of([function(parameters={"properties": {"a": {}}})])
     assert tool.parameters == {"type": "object", "properties": {"a": {}}}
     assert tools_of(None) == tools_of([]) == ()

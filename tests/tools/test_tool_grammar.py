@@ -16,7 +16,7 @@ from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from tests.refusals import refused
 from tests.structured.schemas import integer, opened, shut, typed
-from tests.tools.functions import function
+from tests.tools.functions import added_tokens, function
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
@@ -45,15 +45,10 @@ WRONG = [
 @pytest.fixture(scope="module", params=["bytes", "marks"])
 def tokenizer(request, tiny_folder) -> Tokenizer:
     """The second one has tokens for the marks, as Qwen's."""
-    from tokenizers import AddedToken
-
-    def added(*texts: str) -> list[AddedToken]:
-        return [AddedToken(text, normalized=False) for text in texts]
-
     built = load_tokenizer(open_checkpoint(tiny_folder))
     if request.param == "marks":
-        built.backend.add_tokens(added(*MARKS))
-        built.backend.add_special_tokens(added("[TOOL_CALLS]", "[ARGS]"))
+        built.backend.add_tokens(added_tokens(*MARKS))
+        built.backend.add_special_tokens(added_tokens("[TOOL_CALLS]", "[ARGS]"))
     return built
 
 

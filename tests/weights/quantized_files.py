@@ -195,10 +195,10 @@ def fp8_by_block(rows: int, columns: int, *, powers: bool = False) -> Layout:
         scales = (np.abs(cells).max((1, 3)) / 448).astype(np.float32)
         if powers:
             scales = (2.0 ** np.ceil(np.log2(scales))).astype(ml_dtypes.float8_e8m0fnu)
-        each = np.repeat(np.repeat(scales, rows, 0), columns, 1)[: weight.shape[0]]
-        each = each[:, : weight.shape[1]].astype(np.float64)
-        q = _float8(weight, each)
-        return {"weight": q, "weight_scale_inv": scales}, q.astype(np.float64) * each
+        scale_of_number = np.repeat(np.repeat(scales, rows, 0), columns, 1)[: weight.shape[0]]
+        scale_of_number = scale_of_number[:, : weight.shape[1]].astype(np.float64)
+        q = _float8(weight, scale_of_number)
+        return {"weight": q, "weight_scale_inv": scales}, q.astype(np.float64) * scale_of_number
 
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     return Layout(config | {"weight_block_size": [rows, columns]}, write)

@@ -239,9 +239,9 @@ def test_errors_of_important_inputs_are_smaller(source, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     weights = load_file(source / "model.safetensors")[name]
     errors = []
-    for kind, given in (("plain", None), ("weighed", importance)):
+    for kind, means in (("plain", None), ("weighed", importance)):
         target = convert(
-            source, tmp_path / kind, "safetensors", weights="int4-g32", importance=given
+            source, tmp_path / kind, "safetensors", weights="int4-g32", importance=means
         )
         values = open_checkpoint(target).tensors[name].read().astype(np.float64)
         counted = (values - weights) ** 2 * importance["blocks.0.mlp.down.weight"]

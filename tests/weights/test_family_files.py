@@ -100,44 +100,45 @@ def test_a_converted_folder_has_the_same_tensors_and_the_same_shape(source, tmp_
 
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors of a file with 2 layers of 4 experts, with all experts of a layer in two."""
-    others = {name: x for name, x in tensors.items() if ".experts." not in name}
+    stacked_tensors = {name: x for name, x in tensors.items() if ".experts." not in name}
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts."
         gates, ups, downs = (
             np.stack([tensors[f"{prefix}{i}.{part}_proj.weight"] for i in range(4)])
             for part in ("gate", "up", "down")
         )
-        others[f"{prefix}gate_up_proj"] = np.concatenate([gates, ups], axis=1)
-        others[f"{prefix}down_proj"] = downs
-    return others
+        stacked_tensors[f"{prefix}gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+        stacked_tensors[f"{prefix}down_proj"] = downs
+    return stacked_tensors
 
 
 def test_experts_in_two_tensors_are_those_in_many(tmp_path):
     """As published files of Qwen3.5 MoE have them, and transformers in memory."""
-    many = write_family(tmp_path / "many", HYBRIDS["qwen3_5_moe_text"])
-    tensors = stacked(load_file(many / "model.safetensors"))
-    few = shutil.copytree(many, tmp_path / "few")
-    save_file(tensors, few / "model.safetensors")
-    expected = load_model(many, linear_impl="xla").model.params
-    chex.assert_trees_all_equal(load_model(few, linear_impl="xla").model.params, expected)
-    back = convert(few, tmp_path / "back", "safetensors")
+    separate = write_family(tmp_path / "many", HYBRIDS["qwen3_5_moe_text"])
+    tensors = stacked(load_file(separate / "model.safetensors"))
+    stacked_folder = shutil.copytree(separate, tmp_path / "few")
+    save_file(tensors, stacked_folder / "model.safetensors")
+    expected = load_model(separate, linear_impl="xla").model.params
+    loaded = load_model(stacked_folder, linear_impl="xla")
+    chex.assert_trees_all_equal(loaded.model.params, expected)
+    back = convert(stacked_folder, tmp_path / "back", "safetensors")
     chex.assert_trees_all_equal(load_file(back / "model.safetensors"), tensors)
     # of text and images, with the names of such files
-    both = shutil.copytree(few, tmp_path / "both")
-    text = json.loads((few / "config.json").read_text())
-    write_json(both / "config.json", {"model_type": "qwen3_5_moe", "text_config": text})
+    composite = shutil.copytree(stacked_folder, tmp_path / "both")
+    text = json.loads((stacked_folder / "config.json").read_text())
+    write_json(composite / "config.json", {"model_type": "qwen3_5_moe", "text_config": text})
     named = {
         name.replace("model.", "model.language_model.") if name.startswith("model.") else name: x
         for name, x in tensors.items()
     }
     for name in ("model.visual.patch_embed.proj.weight", "mtp.fc.weight"):  # not read
         named[name] = np.ones((2, 2), np.float32)
-    save_file(named, both / "model.safetensors")
-    chex.assert_trees_all_equal(load_model(both, linear_impl="xla").model.params, expected)
+    save_file(named, composite / "model.safetensors")
+    chex.assert_trees_all_equal(load_model(composite, linear_impl="xla").model.params, expected)
     del tensors["model.layers.1.mlp.experts.down_proj"]
-    save_file(tensors, few / "model.safetensors")
+    save_file(tensors, stacked_folder / "model.safetensors")
     with refused(r"missing: model.layers.1.mlp.experts.0.down_proj.weight"):
-        load_model(few)
+        load_model(stacked_folder)
 
 
 def test_the_rows_of_a_gpt_neox_are_those_of_q_k_and_v_head_after_head(tmp_path):
@@ -147,12 +148,12 @@ def test_the_rows_of_a_gpt_neox_are_those_of_q_k_and_v_head_after_head(tmp_path)
     per_head = checkpoint.tensors[name].read().reshape(4, 3, 16, 64)  # head, part, row, input
     c = shape_of(CONFIGS["gpt_neox"])
     (entry,) = [x for x in FAMILIES["gpt_neox"].param_table(c) if x.sources == (name,)]
-    ours = assemble(checkpoint.tensors, entry, "float32").reshape(3, 4, 16, 64)
+    rows = assemble(checkpoint.tensors, entry, "float32").reshape(3, 4, 16, 64)
     # of the 8 rows that are rotated, 4 are the first of pairs; then 4 of those that are not
     order = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
     for part in (0, 1):
-        chex.assert_trees_all_equal(ours[part], per_head[:, part, order])
-    chex.assert_trees_all_equal(ours[2], per_head[:, 2])
+        chex.assert_trees_all_equal(rows[part], per_head[:, part, order])
+    chex.assert_trees_all_equal(rows[2], per_head[:, 2])
 
 
 def test_a_head_that_files_call_lm_head_is_embed_out(tmp_path):
@@ -265,9 +266,9 @@ def test_what_a_composite_says_beside_its_text_holds(tmp_path):
 def test_a_composite_of_another_text_is_refused():
     with refused("here: model_type is 'gemma3' and text_config is None; it must be an object"):
         normalised({"model_type": "gemma3"}, "here")
-    other = {"model_type": "mistral3", "text_config": BODY | {"model_type": "ministral3"}}
+    composite = {"model_type": "mistral3", "text_config": BODY | {"model_type": "ministral3"}}
     with refused("here: model_type is 'ministral3'; .*the nearest name: mistral3"):
-        normalised(other, "here")
+        normalised(composite, "here")
 
 
 # --- keys that a family does not read -------------------------------------------------------------

@@ -17,19 +17,11 @@ from pagedjax.engine import compilations
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.tree import named
-from tests.engine.runs import greedy
+from tests.engine.runs import SMALL, greedy
 from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
 
 GREEDY = greedy(8)
-# as those of `tiny_llm`, whose programs these engines share
-SMALL = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "token_buckets": (64,),
-    "num_blocks": 256,
-    "progress": False,
-}
 PROMPT = list(range(3, 40))
 
 

@@ -27,18 +27,10 @@ from pagedjax.weights.trained import whole
 from pagedjax.weights.tree import named, nested
 from pallas_kernels.linear import BLOCKS
 from pallas_kernels.linear.blocks import restored as restored_rows
-from tests.engine.runs import greedy
+from tests.engine.runs import SMALL, greedy, token_ids
 from tests.refusals import refused
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
-SMALL: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "token_buckets": (64,),
-    "num_blocks": 256,
-    "progress": False,
-    "compilation": "lazy",
-}
 PROMPTS = [list(range(3, 40)), [7, 8, 9]]
 GREEDY = greedy(8)
 # queries, keys and values are one matrix, which holds two encodings
@@ -63,10 +55,6 @@ def tied_file(tmp_path_factory) -> Path:
 def untied_file(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("untied")
     return tiny_gguf(folder / "m.gguf", tiny_llama(folder, tied=False), matrices="Q4_1")
-
-
-def texts(llm: LLM) -> list[tuple[int, ...]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -101,9 +89,9 @@ def test_floats_are_rounded_as_the_gguf_package_rounds_them(name):
     restored_floats = blocks.FORMATS[name].restore([rows])
     chex.assert_trees_all_equal(restored_floats, dequantize(raw, kind))
     # and what was rounded stays as it is, up to the last bit of a scale
-    (again,) = blocks.FORMATS[name].pack(restored_floats)
+    (rounded_rows,) = blocks.FORMATS[name].pack(restored_floats)
     chex.assert_trees_all_close(
-        blocks.FORMATS[name].restore([again]), restored_floats, rtol=2**-9, atol=1e-7
+        blocks.FORMATS[name].restore([rounded_rows]), restored_floats, rtol=2**-9, atol=1e-7
     )
 
 
@@ -186,10 +174,11 @@ def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
     folder = tiny_llama(tmp_path, heads=4, kv_heads=2, head_dim=32, intermediate=128)
     path = tiny_gguf(tmp_path / "m.gguf", folder, matrices={"": "Q4_1", "embed": "Q8_0"})
     options: dict[str, Any] = SMALL | {"weight_dtype": "stored"}
-    one = LLM(path, linear_impl="xla", **options)
-    two = LLM(path, mesh={"tensor": 2}, **options)
-    assert texts(one) == texts(two)
-    chex.assert_trees_all_equal(named(whole(two.engine.model)), named(whole(one.engine.model)))
+    single = LLM(path, linear_impl="xla", **options)
+    meshed = LLM(path, mesh={"tensor": 2}, **options)
+    assert token_ids(single, PROMPTS, GREEDY) == token_ids(meshed, PROMPTS, GREEDY)
+    weights = [named(whole(llm.engine.model)) for llm in (single, meshed)]
+    chex.assert_trees_all_equal(*weights)
     message = (
         r"blocks.0.attn.out.weight is stored in blocks of 32 inputs \(q4_1\), and on 4 devices "
     )
@@ -200,7 +189,7 @@ def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
 
 def test_new_values_are_rounded_or_taken_as_they_are(untied_file):
     llm = LLM(untied_file, weight_dtype="stored", **SMALL)
-    before = texts(llm)
+    before = token_ids(llm, PROMPTS, GREEDY)
     old = load_model(untied_file, linear_impl="xla").model
     params = {name: np.asarray(x) for name, x in named(old.params).items()}
     changed = {
@@ -208,10 +197,10 @@ def test_new_values_are_rounded_or_taken_as_they_are(untied_file):
     }
     counted = compilations.counts()
     llm.update_params(nested(changed))
-    assert texts(llm) != before
+    assert token_ids(llm, PROMPTS, GREEDY) != before
     assert (compilations.counts() - counted).compilations == 0
     llm.update_params(load_model(untied_file, weight_dtype="stored").model.params)
-    assert texts(llm) == before
+    assert token_ids(llm, PROMPTS, GREEDY) == before
     # a new model of the same formats, from floats
     stored = replace(old.config, stored=llm.engine.model.config.stored, linear="xla")
     fresh = from_params(nested(changed), stored, tokenizer=None).model

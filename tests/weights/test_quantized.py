@@ -24,6 +24,7 @@ from pagedjax.weights.quantized import check
 from pagedjax.weights.trained import whole
 from pagedjax.weights.tree import named, nested
 from tests.device.test_plain_families import GPT_OSS
+from tests.engine.runs import SMALL
 from tests.refusals import refused
 from tests.weights.quantized_files import (
     LAYOUTS,
@@ -34,14 +35,6 @@ from tests.weights.quantized_files import (
 )
 from tests.weights.tiny_adapters import tiny_adapter
 
-SMALL: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "token_buckets": (64,),
-    "num_blocks": 256,
-    "progress": False,
-    "compilation": "lazy",
-}
 PROMPTS = [list(range(3, 40)), [7, 8, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 # the format of the output of attention, with 128 inputs
@@ -141,12 +134,12 @@ def test_tokens_are_those_of_the_weights_in_floats(name, impl, folders):
     """
     stored, plain = folders[name]
     options: dict[str, Any] = SMALL | {"linear_impl": impl}
-    own = values_of(LLM(stored, weight_dtype="stored", **options))
+    stored_values = values_of(LLM(stored, weight_dtype="stored", **options))
     expected = values_of(LLM(plain, **options))
     if impl == "cpu" and "act-order" not in name:
-        assert own == expected
-    assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
-    logprobs = [np.array([value for _, value in values]) for values in (own, expected)]
+        assert stored_values == expected
+    assert [tokens for tokens, _ in stored_values] == [tokens for tokens, _ in expected]
+    logprobs = [np.array([value for _, value in values]) for values in (stored_values, expected)]
     chex.assert_trees_all_close(*logprobs, rtol=1e-4)
 
 
@@ -184,8 +177,8 @@ def test_experts_in_mxfp4_are_read_and_stay_as_they_are(mxfp4_folders):
 @pytest.mark.slow
 def test_experts_in_mxfp4_say_what_they_say_in_floats(mxfp4_folders):
     stored, plain = mxfp4_folders
-    own = LLM(stored, weight_dtype="stored", **SMALL)
-    assert values_of(own) == values_of(LLM(plain, **SMALL))
+    llm = LLM(stored, weight_dtype="stored", **SMALL)
+    assert values_of(llm) == values_of(LLM(plain, **SMALL))
 
 
 @pytest.mark.slow
@@ -193,9 +186,9 @@ def test_experts_in_mxfp4_on_a_mesh_say_the_same(tmp_path):
     config = GPT_OSS | {"hidden_size": 64, "intermediate_size": 64}
     stored, plain = write_mxfp4(tmp_path, config)
     mesh = {"expert": 2, "tensor": 2}
-    own = values_of(LLM(stored, weight_dtype="stored", mesh=mesh, **SMALL))
+    stored_values = values_of(LLM(stored, weight_dtype="stored", mesh=mesh, **SMALL))
     expected = values_of(LLM(plain, linear_impl="xla", **SMALL))
-    assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
+    assert [tokens for tokens, _ in stored_values] == [tokens for tokens, _ in expected]
 
 
 @pytest.mark.oracle
@@ -207,8 +200,8 @@ def test_greedy_tokens_are_those_of_transformers(name, folders):
 
     stored, plain = folders[name]
     theirs: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    own = values_of(LLM(stored, weight_dtype="stored", **SMALL))
-    for prompt, (tokens, _) in zip(PROMPTS, own, strict=True):
+    stored_values = values_of(LLM(stored, weight_dtype="stored", **SMALL))
+    for prompt, (tokens, _) in zip(PROMPTS, stored_values, strict=True):
         output = theirs.generate(
             torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False
         )

@@ -324,8 +324,7 @@ def run(folder: Path, quick: bool) -> Findings:
     )
     in_time = engine_rates(folder, size.fewer_seeds, size.requests, talks)
     attained = {
-        name: shares(folder, size.fewer_seeds, size.share_requests, name, talks)
-        for name in ENGINES
+        name: shares(folder, size.fewer_seeds, size.share_requests, name, talks) for name in ENGINES
     }
     speeds = {
         kind: throughput(folder, size.fewer_seeds, size.speed_requests, overrides)

@@ -194,10 +194,12 @@ def test_a_missing_file_says_where_there_is_one(tmp_path):
 def test_pieces_are_the_tokens_of_a_prompt_by_their_blocks():
     prompt = BlockIds((7, 8, 9), 1100, (0, 100), (1,))
     assert prompt.pieces == [(7, 0, 512), (8, 0, 512), (9, 0, 76)]
-    rest = prompt.after(600)
-    assert rest.pieces == [(8, 88, 512), (9, 0, 76)]
-    whole = {block: BlockIds((block,), 512, (0, 100), (1,)) for block in (8, 9)}
+    remainder = prompt.after(600)
+    assert remainder.pieces == [(8, 88, 512), (9, 0, 76)]
+    whole_blocks = {block: BlockIds((block,), 512, (0, 100), (1,)) for block in (8, 9)}
     tokens = [
-        token for block, start, end in rest.pieces for token in tuple(whole[block])[start:end]
+        token
+        for block, start, end in remainder.pieces
+        for token in tuple(whole_blocks[block])[start:end]
     ]
-    assert tokens == list(rest)
+    assert tokens == list(remainder)

@@ -59,7 +59,7 @@ def test_a_run_runs_again_from_its_folder(tmp_path, sections: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("section", "same", "others"),
+    ("section", "neutral", "changing"),
     [
         (
             "replicas",
@@ -84,14 +84,14 @@ def test_a_run_runs_again_from_its_folder(tmp_path, sections: dict[str, Any]):
         ("records", ["full"], ["sums"]),
     ],
 )
-def test_a_point_without_a_section_keeps_its_key(tmp_path, section, same, others):
+def test_a_point_without_a_section_keeps_its_key(tmp_path, section, neutral, changing):
     def key(**sections: Any) -> str:
         return expand({**BASE, **sections}, folder=tmp_path)[0].key
 
     (tmp_path / "own.py").write_text(ROUTER, encoding="utf-8")
-    assert {key(**{section: value}) for value in same} == {key()}
-    keys = {key(**{section: value}) for value in others}
-    assert len(keys | {key()}) == len(others) + 1
+    assert {key(**{section: value}) for value in neutral} == {key()}
+    keys = {key(**{section: value}) for value in changing}
+    assert len(keys | {key()}) == len(changing) + 1
     (tmp_path / "own.py").write_text(ROUTER + "# changed\n", encoding="utf-8")
-    changed_keys = {key(**{section: value}) for value in others} - keys
-    assert len(changed_keys) == ("own.py" in str(others))
+    changed_keys = {key(**{section: value}) for value in changing} - keys
+    assert len(changed_keys) == ("own.py" in str(changing))

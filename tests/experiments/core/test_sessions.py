@@ -110,11 +110,11 @@ def assert_turns_continue(
         assert record.arrival == max(item.arrival, before.end + item.think_s + item.tool_s)
 
 
-@drawn.given(6, 60, seed=st.integers(0, 2**32), count=st.integers(1, 8), more=st.integers(1, 4))
-def test_draws_of_sessions(seed: int, count: int, more: int):
+@drawn.given(6, 60, seed=st.integers(0, 2**32), count=st.integers(1, 8), added=st.integers(1, 4))
+def test_draws_of_sessions(seed: int, count: int, added: int):
     spec = replace(SESSIONS, count=count)
     load = make(spec, seed=seed)
-    longer = make(replace(spec, count=count + more), seed=seed)
+    longer = make(replace(spec, count=count + added), seed=seed)
     assert longer.items[: len(load.items)] == load.items, "more sessions change none before them"
     history: dict[str, int] = {}
     for item in load.items:

@@ -615,9 +615,9 @@ def test_a_run_whose_queries_see_windows_says_what_it_keeps(tmp_path: Path, caps
     llm = SimulatedLLM(Simulate(step_s=1.0, model="gpt-oss-20b"), config, "none")
     simulated.record(path, llm.engine, simulated.requests(random.Random(0), 8))
     # windows of 128 tokens lie in 9 blocks of 16
-    kept = r"2 groups of layers: .* 512 tokens keeps 41 of 64 blocks \(64 %\), and 0 such"
+    sentence = r"2 groups of layers: .* 512 tokens keeps 41 of 64 blocks \(64 %\), and 0 such"
     assert result_of(path)["identical"] is True
-    assert re.search(kept, capsys.readouterr().out)
+    assert re.search(sentence, capsys.readouterr().out)
     result_of(path, "--set", "num_blocks=100", "--page", str(tmp_path / "page.html"))
     assert "keeps 41 of 64 blocks (64 %), and 2 such" in (tmp_path / "page.html").read_text()
     assert whatif.main([str(path), "--set", "block_size=32"]) == 2
@@ -640,17 +640,17 @@ def test_the_states_that_are_kept_are_changed(tmp_path: Path, capsys):
     )
     arrivals = [world.Arrival(20 * i, Request(name, 60, 4), 0) for i, name in enumerate("ab")]
     world.drive(path, config, FCFS, arrivals)
-    other = tmp_path / "other.jsonl"
+    changed = tmp_path / "other.jsonl"
     cached = []
     for value in ("every", "last", "interval=32"):
         setting = f"prefix_checkpoints={value}"
-        result = result_of(path, "--set", setting, "--record", str(other), "--draws", "0")
+        result = result_of(path, "--set", setting, "--record", str(changed), "--draws", "0")
         cached.append(result["totals"]["cached_tokens"]["changed"])
-        assert verify(other).identical
+        assert verify(changed).identical
     assert cached == [56, 56, 32]
-    assert '"prefix_checkpoints":{"interval":32,' in other.read_text()
+    assert '"prefix_checkpoints":{"interval":32,' in changed.read_text()
     page = tmp_path / "pair.html"
-    assert main(["view", str(path), str(other), "-o", str(page)]) == 0
+    assert main(["view", str(path), str(changed), "-o", str(page)]) == 0
     capsys.readouterr()
 
 

@@ -110,9 +110,9 @@ def test_gemma_3_1b_keeps_a_fifth_of_its_tokens():
     limits = engine.scheduler_state.config
     family = FAMILIES["gemma3_text"].from_hf(normalised(GEMMA_3_1B, "a test"))
     assert named_shape("gemma-3-1b") == shape_of_decoder(family)
-    kept = [view.width(512) for view in limits.views]
-    assert kept == [512, *[33] * 6]
-    assert 4 * sum(kept) / (26 * 512) == pytest.approx(0.21, abs=0.01)
+    widths = [view.width(512) for view in limits.views]
+    assert widths == [512, *[33] * 6]
+    assert 4 * sum(widths) / (26 * 512) == pytest.approx(0.21, abs=0.01)
     plan = cache_plan(engine.config, named_shape("gemma-3-1b"))
     # four layers of a key head of 256 in 16 bits, and 28 places for 26 layers
     assert plan.block_bytes == 7 * 4 * 16 * 2 * 256 * 2
@@ -122,13 +122,13 @@ def test_the_documents_bytes_of_named_models():
     page = Path(__file__).parents[3] / "docs" / "design" / "layer-costs.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
-    for name, total, active, token, *kept in table:
+    for name, total, active, token, *sizes in table:
         model = name.strip("`")
         shape = named_shape(model)
         assert float(total) == pytest.approx(PUBLISHED[model][0], rel=0.002)
         assert float(active) == pytest.approx(PUBLISHED[model][1], rel=0.01)
         assert token == f"{shape.token_bytes / 1024:.0f} KiB"
-        for length, text in zip((8192, 32768), kept, strict=True):
+        for length, text in zip((8192, 32768), sizes, strict=True):
             config = EngineConfig(block_size=16, max_model_len=length)
             plan = cache_plan(config, shape)
             per_group = length // 16
@@ -200,9 +200,9 @@ class Visible:
         self.entered = sum(at % block_size == 0 for row in self.rows for at in row)
 
     def through(self, window: int) -> tuple[int, int]:
-        seen = [[set(range(max(0, at - window + 1), at + 1)) for at in row] for row in self.rows]
-        context = sum(len(set.union(*row)) for row in seen if row)
-        return context, sum(len(tokens) for row in seen for tokens in row)
+        visible = [[set(range(max(0, at - window + 1), at + 1)) for at in row] for row in self.rows]
+        context = sum(len(set.union(*row)) for row in visible if row)
+        return context, sum(len(tokens) for row in visible for tokens in row)
 
 
 def long_answers() -> tuple[WorkItem, ...]:

@@ -74,7 +74,7 @@ def by_scheduler(
 @st.composite
 def loads(draw) -> list[Text]:
     """Texts that begin with parts of earlier ones."""
-    known: dict = {}
+    key_by_block: dict = {}
     texts: list[Text] = []
     all_pieces: list[list[tuple[str, int, int]]] = []
     for number in range(draw(st.integers(2, 12))):
@@ -89,7 +89,7 @@ def loads(draw) -> list[Text]:
         if lengths[-1] > 40:
             continue
         all_pieces.append(pieces)
-        texts.append(Text(keys_of(pieces, SIZE, known), lengths[-2], output))
+        texts.append(Text(keys_of(pieces, SIZE, key_by_block), lengths[-2], output))
     return texts
 
 
@@ -121,14 +121,14 @@ def test_a_replay_is_that_of_the_scheduler(number):
 
 
 def test_keys_are_equal_for_equal_beginnings_alone():
-    known: dict = {}
-    first = keys_of([("a", 0, 5), ("b", 0, 4)], 3, known)
+    key_by_block: dict = {}
+    first = keys_of([("a", 0, 5), ("b", 0, 4)], 3, key_by_block)
     assert first == (0, 1, 2)
-    assert keys_of([("a", 0, 5), ("b", 0, 2), ("c", 0, 9)], 3, known) == (0, 1, 3, 4, 5)
-    assert keys_of([("x", 0, 3), ("a", 3, 5), ("b", 0, 4)], 3, known)[0] == 6
-    assert keys_of([("a", 0, 2)], 3, known) == ()
+    assert keys_of([("a", 0, 5), ("b", 0, 2), ("c", 0, 9)], 3, key_by_block) == (0, 1, 3, 4, 5)
+    assert keys_of([("x", 0, 3), ("a", 3, 5), ("b", 0, 4)], 3, key_by_block)[0] == 6
+    assert keys_of([("a", 0, 2)], 3, key_by_block) == ()
     # a key stands for what is before its block, too
-    assert keys_of([("y", 0, 3), ("a", 0, 3)], 3, known) == (9, 10)
+    assert keys_of([("y", 0, 3), ("a", 0, 3)], 3, key_by_block) == (9, 10)
 
 
 def test_a_text_that_does_not_fit_is_refused():

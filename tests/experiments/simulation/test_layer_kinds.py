@@ -99,8 +99,8 @@ def test_work_through_windows_matches_token_by_token_count(rows, window, block_s
 @given(rows, st.integers(1, 30))
 def test_without_cache_a_window_is_computed_again(rows, window):
     shape = SMALL._replace(kinds=(Kind((0, 1, 2, 3), window=window),))
-    again = work_with(shape, [(0, start + count) for start, count in rows])
-    assert work_with(shape, rows, cached=False).seen == again.seen
+    recomputed = work_with(shape, [(0, start + count) for start, count in rows])
+    assert work_with(shape, rows, cached=False).seen == recomputed.seen
 
 
 @given(rows)
@@ -210,11 +210,11 @@ def test_mixers_are_whole_on_each_device_and_not_summed():
     assert device.total_bytes == bytes_of_matrices(split.device_config(decoder_of(MIXED), mesh))
     chip = CHIP._replace(network=Network(1e5, neighbours=False, devices=8))
     work = work_with(MIXED, [(3, 2)])
-    fewer = of_mesh(Roofline(MIXED, chip), mesh).exchange(work)
+    one_sum = of_mesh(Roofline(MIXED, chip), mesh).exchange(work)
     attention = MIXED._replace(kinds=(Kind((0, 1, 2, 3), window=5),))
-    more = of_mesh(Roofline(attention, chip), mesh).exchange(work)
+    all_sums = of_mesh(Roofline(attention, chip), mesh).exchange(work)
     sums_of_two_layers = 2 * (2 * 4 * 16 * 2 / 2) / 1e5
-    assert more - fewer == pytest.approx(sums_of_two_layers)
+    assert all_sums - one_sum == pytest.approx(sums_of_two_layers)
 
 
 # --- latents --------------------------------------------------------------------------------------
@@ -259,8 +259,9 @@ def test_short_rows_are_absorbed_and_long_ones_make_keys_and_values():
     pairs = sum(range(21, 21 + fewest))
     # scores of 10 numbers and sums of 5; keys and values of the 20 tokens before
     assert cost.operations(long, None) == 4 * (2 * 4 * (10 + 5) * pairs + 20 * 2 * 8 * 4 * 11)
-    both = work_with(OF_LATENTS, [(30, 1), (9, fewest - 1), (20, fewest)])
-    assert cost.operations(both, None) == cost.operations(short, None) + cost.operations(long, None)
+    mixed = work_with(OF_LATENTS, [(30, 1), (9, fewest - 1), (20, fewest)])
+    expected = cost.operations(short, None) + cost.operations(long, None)
+    assert cost.operations(mixed, None) == expected
 
 
 def test_of_blocks_out_of_sight_no_keys_and_values_are_made():
@@ -268,8 +269,8 @@ def test_of_blocks_out_of_sight_no_keys_and_values_are_made():
     config = SchedulerConfig(4, 64, 64, 8, max_model_len=64, views=(View(2),))
     plan = plan_of([(20, 12)])
     work = work_of(plan, 12, config=config, shape=OF_LATENTS)
-    seen = [t + 1 - 4 * (t // 4 - 1) for t in range(20, 32)]
-    assert (work.expanded_pairs, work.expanded_context) == (sum(seen), 4)
+    visible = [t + 1 - 4 * (t // 4 - 1) for t in range(20, 32)]
+    assert (work.expanded_pairs, work.expanded_context) == (sum(visible), 4)
 
 
 def test_without_cache_a_row_is_as_long_as_its_sequence():

@@ -52,8 +52,8 @@ def test_gains_are_paired_and_shares_are_of_the_oracles_gain():
     rng = np.random.default_rng(0)
     fcfs = rng.uniform(1, 5, 30)
     latencies = {"fcfs": fcfs, study.LEARNED: fcfs - 0.3, study.ORACLE: fcfs - 0.4}
-    more = study.gain(latencies, "fcfs")
-    assert (more.low, more.mean, more.high) == pytest.approx((0.3, 0.3, 0.3))
+    gain = study.gain(latencies, "fcfs")
+    assert (gain.low, gain.mean, gain.high) == pytest.approx((0.3, 0.3, 0.3))
     assert study.gap(latencies) == pytest.approx(0.75)
     even = {**latencies, study.ORACLE: fcfs}
     assert math.isnan(study.gap(even))

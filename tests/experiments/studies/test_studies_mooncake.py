@@ -74,10 +74,10 @@ def test_traces_that_are_there_have_claims(traces):
     claims = mooncake.rate_claims(mooncake.REPORT, rates[mooncake.REPORT])
     assert [claim.published for claim in claims] == [0.30, 0.40, 0.48, 0.50, 0.51, 0.51]
     assert {claim.ours.middle for claim in claims} == {hit_share}
-    ours = [
+    rates = [
         claim.ours.middle for claim in mooncake.rate_claims("conversation", rates["conversation"])
     ]
-    assert ours == [hit_share, 1.0, hit_share, hit_share]
+    assert rates == [hit_share, 1.0, hit_share, hit_share]
 
 
 def test_without_the_conversation_trace_nothing_runs(tmp_path):

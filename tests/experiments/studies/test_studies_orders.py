@@ -46,8 +46,8 @@ def test_round_robin_takes_one_request_of_each_user_in_turn():
     seqs = [waiting(name, name[0], i) for i, name in enumerate(("a1", "a2", "b1", "a3", "c1"))]
     memory = policy.observe(policy.init(), [Submitted(0, seq) for seq in seqs], None)
 
-    def names(memory: Any, left: list[Seq]) -> list[str]:
-        return [seq.request_id for seq in policy.order(memory, left, Running(()), lambda seq: 0)]
+    def names(memory: Any, queue: list[Seq]) -> list[str]:
+        return [seq.request_id for seq in policy.order(memory, queue, Running(()), lambda seq: 0)]
 
     assert names(memory, seqs) == ["a1", "b1", "c1", "a2", "a3"]
     memory = policy.observe(memory, [Admitted(1, "a1", 4, 0)], None)

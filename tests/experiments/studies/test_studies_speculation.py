@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from types import ModuleType
 
 import pytest
 
@@ -13,15 +12,10 @@ from experiments.simulation.cost import Work
 from experiments.studies import fitted_h100
 from experiments.studies.findings import Interval
 
-
-def study(name: str) -> ModuleType:
-    return importlib.import_module(f"experiments.studies.{name}.study")
-
-
-draft_acceptance = study("013_draft_acceptance")
-batches = study("014_speculation_batch")
-recorded = study("015_recorded_acceptance")
-measured = study("016_speculation_measured")
+draft_acceptance = importlib.import_module("experiments.studies.013_draft_acceptance.study")
+batches = importlib.import_module("experiments.studies.014_speculation_batch.study")
+recorded = importlib.import_module("experiments.studies.015_recorded_acceptance.study")
+measured = importlib.import_module("experiments.studies.016_speculation_measured.study")
 oracle = importlib.import_module("experiments.studies.016_speculation_measured.oracle")
 STUDIES = reproduce.STUDIES
 

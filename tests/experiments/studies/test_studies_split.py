@@ -16,15 +16,15 @@ def test_each_way_has_two_gpus():
     for options in split.engines().values():
         (point,) = config.load(reproduce.STUDIES / "027_split_requests/config.yaml", options)
         experiment = point.experiment
-        both = experiment.pools or experiment.replicas
-        assert both is not None
-        assert both.count == 2
+        fleet = experiment.pools or experiment.replicas
+        assert fleet is not None
+        assert fleet.count == 2
     assert experiment.pools is not None
     assert experiment.pools.split == split.SHARES[-1]
 
 
-@pytest.mark.parametrize(("capacity", "found"), [(1.3, 1.25), (0.1, 0.0), (9.0, 1.75)])
-def test_the_search_ends_below_the_capacity(monkeypatch, capacity, found):
+@pytest.mark.parametrize(("capacity", "rate_below"), [(1.3, 1.25), (0.1, 0.0), (9.0, 1.75)])
+def test_the_search_ends_below_the_capacity(monkeypatch, capacity, rate_below):
     """Three halves of 2 requests/s."""
 
     def runs(file, arrivals, *options):
@@ -34,4 +34,4 @@ def test_the_search_ends_below_the_capacity(monkeypatch, capacity, found):
         ]
 
     monkeypatch.setattr(split, "simulated", runs)
-    assert split.highest(reproduce.STUDIES, 2.0, 3) == found
+    assert split.highest(reproduce.STUDIES, 2.0, 3) == rate_below

@@ -40,10 +40,10 @@ PATIENCE = 8
 def log_probability(logits: Any, among: list[int], drawn: list[int]) -> Any:
     """Of draws without replacement: each time in proportion to exp(logit)."""
     total = 0.0
-    left = list(among)
+    candidates = list(among)
     for place in drawn:
-        total += logits[place] - jnp.log(sum(jnp.exp(logits[i]) for i in left))
-        left.remove(place)
+        total += logits[place] - jnp.log(sum(jnp.exp(logits[i]) for i in candidates))
+        candidates.remove(place)
     return total
 
 
@@ -83,9 +83,9 @@ def small_problem() -> tuple[Problem, jax.Array]:
     return problem, vector + noise
 
 
-def asked_by(state: Any, scores: np.ndarray) -> tuple[list[int], list[int]]:
-    """Who is asked to enter, the one that is refused included, and who is preempted, in their orders:
-    the rules of the scheduler in plain Python.
+def drawn_by(state: Any, scores: np.ndarray) -> tuple[list[int], list[int]]:
+    """Who is drawn to enter, the one that is refused included, and who is preempted, in their
+    orders: the rules of the scheduler in plain Python.
     """
     phase = np.asarray(state.phase)
     length = np.asarray(state.length)
@@ -105,18 +105,18 @@ def asked_by(state: Any, scores: np.ndarray) -> tuple[list[int], list[int]]:
     free -= len(full)
     rows = SIZES.max_running - len(runs)
     tokens = SIZES.budget - sum(int(length[i] - state.computed[i]) for i in runs)
-    asked = []
+    drawn = []
     for i in sorted(range(COUNT), key=lambda i: (scores[i], i)):
         if phase[i] != WAITING or rows == 0 or tokens <= 0:
             continue
-        asked.append(i)
+        drawn.append(i)
         need = -(-length[i] // SIZES.block_size)
         if need > free:
             break
         rows -= 1
         free -= need
         tokens -= min(length[i], tokens)
-    return asked, []
+    return drawn, []
 
 
 def test_the_derivative_of_a_step_is_that_of_whom_it_asked_and_preempted():
@@ -134,22 +134,22 @@ def test_the_derivative_of_a_step_is_that_of_whom_it_asked_and_preempted():
         scores = rng.permutation(COUNT).astype(np.int32)
         before = state.scheduler
         phase = np.asarray(before.phase)
-        asked, victims = asked_by(before, scores)
+        drawn, victims = drawn_by(before, scores)
         _, state, _, done, info = step(key, state, all_offered(scores), problem.params)
         plan = info["plan"]
         assert set(victims) == set(np.flatnonzero(plan.preempted))
-        refused += len(asked) > plan.admitted.sum()
+        refused += len(drawn) > plan.admitted.sum()
         preempted += len(victims) > 0
         waits = [i for i in range(COUNT) if phase[i] == WAITING]
         runs = [i for i in range(COUNT) if phase[i] == RUNNING]
 
         def logarithm(
-            keys: Any, waits: Any = waits, runs: Any = runs, asked: Any = asked, out: Any = victims
+            keys: Any, waits: Any = waits, runs: Any = runs, drawn: Any = drawn, out: Any = victims
         ) -> Any:
-            entries = log_probability(-keys / TEMPERATURE, waits, asked)
+            entries = log_probability(-keys / TEMPERATURE, waits, drawn)
             return entries + log_probability(keys / TEMPERATURE, runs, out)
 
-        expected = jax.grad(logarithm)(keys) if asked or victims else np.zeros(COUNT)
+        expected = jax.grad(logarithm)(keys) if drawn or victims else np.zeros(COUNT)
         result = derivative(before, plan, SIZES, keys, scores, TEMPERATURE)
         chex.assert_trees_all_close(result, jnp.asarray(expected, jnp.float32), atol=1e-5)
     assert refused > 3
@@ -157,7 +157,7 @@ def test_the_derivative_of_a_step_is_that_of_whom_it_asked_and_preempted():
 
 
 def test_the_derivative_of_a_logarithm_of_a_probability_has_no_mean():
-    """So the derivatives are those of the decisions that were drawn: who was asked, refused or
+    """So the derivatives are those of the decisions that were drawn: who was drawn, refused or
     preempted. A decision that was left out would move the mean.
     """
     problem, vector = small_problem()

@@ -24,12 +24,12 @@ SMALL = Setup(steps=4, requests=12, pairs=2, worlds=2, held_out=8, units=3, rate
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, method):
     lines: list[str] = []
     setup = dataclasses.replace(SMALL, method=method)
-    whole = train_policy.train(tmp_path / "whole", setup, 2, say=lines.append)
-    assert [loss["step"] for loss in whole] == [2, 4]
+    losses = train_policy.train(tmp_path / "whole", setup, 2, say=lines.append)
+    assert [loss["step"] for loss in losses] == [2, 4]
     half = dataclasses.replace(setup, steps=2)
     train_policy.train(tmp_path / "half", half, 2, say=lines.append)
     (tmp_path / "half" / "run.json").write_text((tmp_path / "whole" / "run.json").read_text())
-    assert train_policy.train(tmp_path / "half", setup, 2, say=lines.append) == whole
+    assert train_policy.train(tmp_path / "half", setup, 2, say=lines.append) == losses
     files = [tmp_path / name / "learned.py" for name in ("whole", "half")]
     assert files[0].read_text("utf-8") == files[1].read_text("utf-8")
     policy = own_value("policy", f"{files[0]}:POLICY", Policy, {})

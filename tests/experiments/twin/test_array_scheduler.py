@@ -58,9 +58,9 @@ def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
     prompt = rng.integers(1, rng.choice([1, 3, 12, 40]) + 1, REQUESTS)
     if rng.random() < 0.2:
         prompt[:] = block_size  # all need a second block in the same step
-    most = rng.integers(1, rng.choice([2, 9, 30]) + 1, REQUESTS)
-    limit = prompt + most
-    final = prompt + rng.integers(1, most + 1)
+    max_tokens = rng.integers(1, rng.choice([2, 9, 30]) + 1, REQUESTS)
+    limit = prompt + max_tokens
+    final = prompt + rng.integers(1, max_tokens + 1)
     largest = -(-int(limit.max()) // block_size)
     config = SchedulerConfig(
         block_size,

@@ -150,7 +150,7 @@ def test_an_engine_in_time_decides_as_the_scheduler_on_arrays(llm, weights, poli
         requests, SIZES, network.order, weights, decisions.submitted, len(decisions.steps)
     )
     assert recorded.first_difference(on_arrays, decisions.steps) is None
-    others = recorded.on_arrays(
+    with_zeros = recorded.on_arrays(
         requests,
         SIZES,
         network.order,
@@ -158,4 +158,4 @@ def test_an_engine_in_time_decides_as_the_scheduler_on_arrays(llm, weights, poli
         decisions.submitted,
         len(decisions.steps),
     )
-    assert recorded.first_difference(others, decisions.steps) is not None, "else all orders do"
+    assert recorded.first_difference(with_zeros, decisions.steps) is not None, "else all orders do"

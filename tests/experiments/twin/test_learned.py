@@ -94,8 +94,8 @@ def test_no_policy_of_a_network_breaks_its_promise(patience):
 
 
 def test_networks_of_other_shapes_are_refused():
-    one = Network(((0,) * len(FEATURES),), (0,), (0,), 0, 4)
+    network_of_one = Network(((0,) * len(FEATURES),), (0,), (0,), 0, 4)
     with refused("'p' has 2 units, 1 biases and rows of .6. weights; it needs a bias and 6"):
-        learned.policy("p", one._replace(output=(0, 0)))
+        learned.policy("p", network_of_one._replace(output=(0, 0)))
     with refused("'p' has the weight 5000; the largest is 2047, which is 32.0: scale"):
-        learned.policy("p", one._replace(output=(-5000,)))
+        learned.policy("p", network_of_one._replace(output=(-5000,)))

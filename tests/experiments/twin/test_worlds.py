@@ -108,8 +108,8 @@ def within(state: Any) -> float:
     for i in range(COUNT):
         output = state.requests.final_len[i] - state.requests.prompt_len[i]
         first = (state.first_token[i] - state.requests.arrival[i]) / 1e6
-        each = (state.end[i] - state.first_token[i]) / 1e6 / max(1, output - 1)
-        met += first <= PARAMS.first_s and each <= PARAMS.token_s
+        gap = (state.end[i] - state.first_token[i]) / 1e6 / max(1, output - 1)
+        met += first <= PARAMS.first_s and gap <= PARAMS.token_s
     return met / COUNT
 
 

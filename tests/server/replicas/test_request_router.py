@@ -146,38 +146,38 @@ def test_a_request_that_ended_before_it_was_routed_gets_no_replica():
 
 
 def test_a_replica_that_is_avoided_gets_nothing_and_has_not_left():
-    left = []
+    departed = []
 
     async def run() -> None:
         ray_router = router()
-        LINK.left = left.append
+        LINK.left = departed.append
         ray_router.update_replicas([replica("a"), replica("b")])
         first = (await choose(ray_router, RouterRequest("q", 1))).replica_id.unique_id
         assert LINK.replica_of("q") == first
         LINK.avoid(frozenset([first]))
         await asyncio.sleep(0)
-        (other,) = {"a", "b"} - {first}
-        assert LINK.present() == (other,)
+        (second,) = {"a", "b"} - {first}
+        assert LINK.present() == (second,)
         for name in "rst":
             chosen = await choose(ray_router, RouterRequest(name, 1))
-            assert chosen.replica_id.unique_id == other
+            assert chosen.replica_id.unique_id == second
         LINK.avoid(frozenset())
         await asyncio.sleep(0)
         chosen = await choose(ray_router, RouterRequest("u", 1))
         assert chosen.replica_id.unique_id == first
-        assert not left
+        assert not departed
 
     asyncio.run(run())
 
 
 def test_a_replica_that_leaves_is_told_when_its_time_is_over():
     drained = []
-    left = []
+    departed = []
 
     async def run() -> None:
         ray_router = router(drain_seconds=0.05)
         LINK.drained = drained.append
-        LINK.left = left.append
+        LINK.left = departed.append
         ray_router.update_replicas([replica("a"), replica("b")])
         first = (await choose(ray_router, RouterRequest("q", 1))).replica_id.unique_id
         ray_router.update_replicas(
@@ -193,7 +193,7 @@ def test_a_replica_that_leaves_is_told_when_its_time_is_over():
             == tuple(LINK.present())
         )
         assert not ray_router.recorder.state.unfinished
-        assert left == [first]
+        assert departed == [first]
         assert not drained
         await asyncio.sleep(0.1)
         assert drained == [first]
