@@ -52,7 +52,7 @@ from experiments.training.policy_methods import METHODS, Problem
 from experiments.training.policy_setup import Setup
 from experiments.training.updates import first_state, next_state
 from experiments.twin import environment, learned, network, policies, simulated, workloads
-from experiments.twin.cost import Cost
+from experiments.twin.cost import MICROSECONDS, Cost
 from experiments.twin.environment import Environment, Params
 from experiments.twin.learned import LARGEST_PATIENCE, MOST_UNITS
 from experiments.twin.network import Integers, Scorer
@@ -74,7 +74,7 @@ optax = require("optax")
 
 HELD_OUT = 10**6  # the number of the held-out episodes; steps of training have lower ones
 # seconds in which requests arrive on average; a time beyond LATEST would be cut off
-LONGEST = workloads.LATEST / workloads.MICROSECONDS / 2
+LONGEST = workloads.LATEST / MICROSECONDS / 2
 
 
 def reward_of(name: str) -> environment.Reward:
@@ -295,10 +295,9 @@ def simulated_row(trainer: Trainer, setup: Setup, policy: str) -> str:
     seconds: dict[str, list[float]] = {}
     for name in (policy, "fcfs", "shortest"):
         config = simulated.engine_config(setup, name)
-        runs = [simulated.run(episode, config, roofline) for episode in requests]
         seconds[name] = [
-            float(np.mean(run.end - episode.arrival / 1e6))
-            for run, episode in zip(runs, requests, strict=True)
+            simulated.mean_latency(simulated.run(episode, config, roofline), episode)
+            for episode in requests
         ]
     means = {name: np.mean(values) for name, values in seconds.items()}
     over = [

@@ -10,6 +10,7 @@ from experiments.core.drive import drive
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate, StepTime
 from experiments.simulation.simulate import SimulatedEngine
+from experiments.twin.cost import MICROSECONDS
 from experiments.twin.scheduler import Requests
 from pagedjax.host.types import Finished, StepResult
 from pagedjax.options.config import EngineConfig
@@ -64,7 +65,7 @@ def items_of(requests: Requests) -> list[WorkItem]:
     return [
         WorkItem(
             f"r{i}",
-            arrival / 1e6,
+            arrival / MICROSECONDS,
             (1,) * prompt_len,
             limit - prompt_len,
             user=f"user {user}",
@@ -89,6 +90,11 @@ def run(requests: Requests, config: EngineConfig, step_time: StepTime) -> Run:
     engine = engine_of(config, step_time)
     start, results = drive(engine, items_of(requests), SAMPLING, engine.clock, engine.sleep)
     return run_of(results, start, len(requests.arrival))
+
+
+def mean_latency(run: Run, requests: Requests) -> float:
+    """Mean seconds of the requests from arrival to end."""
+    return float(np.mean(run.end - requests.arrival / MICROSECONDS))
 
 
 def run_of(results: list[StepResult], start: float, count: int) -> Run:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.twin.cost import MICROSECONDS
 from experiments.twin.scheduler import Requests, Sizes, blocks_for
 
 Draw = Callable[[jax.Array, Any], Requests]
 
-MICROSECONDS = 1e6  # of a second
 LATEST = 2**30  # microseconds: a later arrival would leave too little time in an int32
 MOST_TOKENS = 2**30  # of all requests together, at their longest: sums are int32
 MOST_PREDICTED = 2**27 - 2  # as learned.log2 has room for

@@ -30,13 +30,14 @@ from experiments.training import train_policy
 from experiments.training.policy_methods import METHODS
 from experiments.training.train_policy import Setup, world_of
 from experiments.twin import learned, network, policies, recorded, simulated, workloads
+from experiments.twin.cost import MICROSECONDS
 from experiments.twin.environment import Environment, Params
 from experiments.twin.network import Integers
 from experiments.twin.policies import all_offered
 from experiments.twin.rollout import Decide, Difference, cached, difference, returns, shortest_left
 from experiments.twin.scheduler import Order, Requests, Sizes
 from experiments.twin.scheduler import State as Scheduled
-from experiments.twin.workloads import LATEST, MICROSECONDS, Lengths, Poisson, of_arrays
+from experiments.twin.workloads import LATEST, Lengths, Poisson, of_arrays
 from pagedjax.engine.engine import Engine
 from pagedjax.host import replay
 from pagedjax.options.config import EngineConfig
@@ -344,7 +345,7 @@ def simulated_latencies(twin: Twin, policy: str, episodes: int) -> Latencies:
     return {
         name: np.asarray(
             [
-                mean_latency(
+                simulated.mean_latency(
                     simulated.run(requests, simulated.engine_config(twin.setup, value), roofline),
                     requests,
                 )
@@ -353,11 +354,6 @@ def simulated_latencies(twin: Twin, policy: str, episodes: int) -> Latencies:
         )
         for name, value in names.items()
     }
-
-
-def mean_latency(run: simulated.Run, requests: Requests) -> float:
-    """Seconds from arrival to end."""
-    return float(np.mean(run.end - requests.arrival / MICROSECONDS))
 
 
 def measured_latencies(twin: Twin, policy: str, episodes: int) -> tuple[Latencies, list[int]]:
@@ -405,7 +401,8 @@ def measured_latency(engine: Engine, requests: Requests, path: Path) -> float:
     engine.record(path)
     start, results = drive(engine, simulated.items_of(requests), simulated.SAMPLING)
     engine.record(None)
-    return mean_latency(simulated.run_of(results, start, len(requests.arrival)), requests)
+    run = simulated.run_of(results, start, len(requests.arrival))
+    return simulated.mean_latency(run, requests)
 
 
 def engine_config(setup: Setup, policy: str) -> EngineConfig:
