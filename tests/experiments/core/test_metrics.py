@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from experiments.core.config import Slo
 from experiments.core.metrics import steady_rate
-from experiments.core.records import BranchRecord, request_records, step_records
+from experiments.core.records import (
+    BranchRecord,
+    RequestRecord,
+    StepRecord,
+    request_records,
+    step_records,
+)
 from experiments.core.workloads import WorkItem, branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
@@ -300,6 +306,30 @@ class Observed(NamedTuple):
     tables: list[tuple[int, ...]]
 
 
+def observed_of(tables: Mapping[str, tuple[int, tuple[int, ...]]]) -> Observed:
+    """tables: the computed tokens of each running sequence, and its block table."""
+    inside: dict[int, int] = {}
+    for tokens, blocks in tables.values():
+        for i, block in enumerate(blocks):
+            inside[block] = max(inside.get(block, 0), min(S, max(0, tokens - i * S)))
+    return Observed(inside, [blocks for _, blocks in tables.values()])
+
+
+def request_of(work: WorkItem, branches: int, *, has_hashes: bool) -> Request:
+    prompt = len(work.prompt_token_ids)
+    hashes = tuple(map(str, range(prompt // S))) if has_hashes else ()
+    _, *forks = branch_ids(work.request_id, branches)
+    return Request(
+        work.request_id,
+        prompt,
+        work.max_tokens,
+        0,
+        frozenset({2}),
+        forks=tuple(forks),
+        hashes=hashes,
+    )
+
+
 def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observed], int]:
     """The real scheduler on a small pool, with random tokens and times. Every prompt is a beginning
     of the longest one.
@@ -323,19 +353,7 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
     clock = 0.0
     while waiting or state.waiting or state.running.seqs:
         while waiting and rng.random() < 0.6:
-            new = waiting.pop(0)
-            prompt = len(new.prompt_token_ids)
-            hashes = tuple(map(str, range(prompt // S))) if seed % 2 else ()
-            _, *forks = branch_ids(new.request_id, branches)
-            request = Request(
-                new.request_id,
-                prompt,
-                new.max_tokens,
-                0,
-                frozenset({2}),
-                forks=tuple(forks),
-                hashes=hashes,
-            )
+            request = request_of(waiting.pop(0), branches, has_hashes=bool(seed % 2))
             state = scheduler.submit(state, request)
         before = clock + rng.random()
         clock = before + rng.random()
@@ -346,16 +364,12 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
         tables |= {
             row.seq.request_id: (row.seq.computed + row.count, row.seq.blocks) for row in plan.rows
         }
-        inside: dict[int, int] = {}
-        for tokens, blocks in tables.values():
-            for i, block in enumerate(blocks):
-                inside[block] = max(inside.get(block, 0), min(S, max(0, tokens - i * S)))
         state, events = scheduler.commit(state, plan, [rng.randrange(30) for _ in plan.seqs])
         times = (START + before, START + clock, (clock - before) / 2)
         results.append(
             StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0)
         )
-        observed.append(Observed(inside, [blocks for _, blocks in tables.values()]))
+        observed.append(observed_of(tables))
     return results, items, observed, branches
 
 
@@ -403,36 +417,50 @@ def test_metrics_of_random_runs_match_slow_reference(seed: int):
     assert sum(summary["finished"].values()) == summary["branches"] == len(items) * branches
     assert summary["itl_s"]["count"] == summary["output_tokens"] - len(items) * branches
     for work, record in zip(items, requests, strict=True):
-        assert record.request_id == work.request_id == record.branches[0].branch_id
         assert len(record.branches) == branches
-        for branch in record.branches:
-            sampled = [
-                (result.finished - START, token)
-                for result in results
-                for event in result.events
-                if isinstance(event, Sampled)
-                for name, token in zip(event.request_ids, event.token_ids, strict=True)
-                if name == branch.branch_id
-            ]
-            assert list(zip(branch.token_times, branch.token_ids, strict=True)) == sampled
-            assert branch.preemptions == sum(
-                branch.branch_id in result.plan.preempted for result in results
-            )
-        ends = [branch.token_times[0] + sum(branch.gaps) for branch in record.branches]
-        assert record.e2e == pytest.approx(max(ends) - work.arrival)
-        assert record.ttft == record.branches[0].token_times[0] - work.arrival, (
-            "the first branch is the first"
-        )
-    # each prompt is computed once, and of the outputs all but each last one
+        check_record(record, work, results)
     if not summary["preemptions"]:
-        hits = sum(s.hit_tokens for s in steps)
-        # each further branch computes the prompt's last token again
-        recomputed = len(items) * (branches - 1)
-        prompt = sum(len(work.prompt_token_ids) for work in items)
-        assert sum(s.prompt_tokens for s in steps) + hits == prompt + recomputed
-        assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary[
-            "output_tokens"
-        ] - len(items)
-        assert summary["prefix_hit_share"] == pytest.approx(hits / summary["prompt_tokens"])
+        check_computed_once(summary, steps, items, branches)
     total = summary["between_steps_s"] + sum(s.device_seconds + s.host_seconds for s in steps)
     assert total == pytest.approx(summary["duration_s"])
+
+
+def check_record(record: RequestRecord, work: WorkItem, results: Sequence[StepResult]) -> None:
+    """Compares the record of a request with the events of all steps."""
+    assert record.request_id == work.request_id == record.branches[0].branch_id
+    for branch in record.branches:
+        sampled = [
+            (result.finished - START, token)
+            for result in results
+            for event in result.events
+            if isinstance(event, Sampled)
+            for name, token in zip(event.request_ids, event.token_ids, strict=True)
+            if name == branch.branch_id
+        ]
+        assert list(zip(branch.token_times, branch.token_ids, strict=True)) == sampled
+        assert branch.preemptions == sum(
+            branch.branch_id in result.plan.preempted for result in results
+        )
+    ends = [branch.token_times[0] + sum(branch.gaps) for branch in record.branches]
+    assert record.e2e == pytest.approx(max(ends) - work.arrival)
+    assert record.ttft == record.branches[0].token_times[0] - work.arrival, (
+        "the first branch is the first"
+    )
+
+
+def check_computed_once(
+    summary: Mapping[str, Any],
+    steps: Sequence[StepRecord],
+    items: Sequence[WorkItem],
+    branches: int,
+) -> None:
+    """Each prompt is computed once, and of the outputs all tokens but the last one of each."""
+    hits = sum(s.hit_tokens for s in steps)
+    # each further branch computes the prompt's last token again
+    recomputed = len(items) * (branches - 1)
+    prompt = sum(len(work.prompt_token_ids) for work in items)
+    assert sum(s.prompt_tokens for s in steps) + hits == prompt + recomputed
+    assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary[
+        "output_tokens"
+    ] - len(items)
+    assert summary["prefix_hit_share"] == pytest.approx(hits / summary["prompt_tokens"])

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from experiments.core.drive import Recorder
 from experiments.core.pools import Link, drive_pools
-from experiments.core.records import RequestRecord
+from experiments.core.records import RequestRecord, Transfer
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate, StepTime, Work
 from experiments.simulation.simulate import Handover, SimulatedEngine
@@ -155,29 +157,54 @@ def engines_of(size) -> list[CheckedEngine]:
     return engines(count, seconds, **options)
 
 
-@drawn.given(15, 60, runs())
-def test_laws_of_any_run(case):
-    sizes, link, work, sampling = case
-    prefill, decode = map(engines_of, sizes)
-    outcome = drive(prefill, decode, link, work, sampling)
-
-    for engine in (*prefill, *decode):
+def check_idle(members: Iterable[CheckedEngine]) -> None:
+    """No engine has a request, pages or blocks in use."""
+    for engine in members:
         state = engine.scheduler_state
         assert not engine.has_work
         assert not engine.held
         assert not state.ids
         assert state.pool.num_free == state.pool.num_blocks, "a block leaked"
 
-    of_step = {
-        name: [
-            (engine, begin, end)
-            for engine, steps in enumerate(outcome.steps)
-            for begin, end, seqs in steps
-            if name in seqs
-        ]
-        for request in outcome.requests
-        for name in [branch.branch_id for branch in request.branches]
-    }
+
+# by sequence, its steps: (engine, begin, end)
+StepsBySequence = dict[str, list[tuple[int, float, float]]]
+
+
+def steps_by_sequence(outcome: Outcome) -> StepsBySequence:
+    steps_of: StepsBySequence = defaultdict(list)
+    for engine, steps in enumerate(outcome.steps):
+        for begin, end, names in steps:
+            for name in names:
+                steps_of[name].append((engine, begin, end))
+    return steps_of
+
+
+def check_transfer(
+    transfer: Transfer,
+    request: RequestRecord,
+    prompt: int,
+    link: Link,
+    steps: Sequence[tuple[int, float, float]],
+) -> None:
+    """A sequence's pages go after its steps in one engine, and before those in the other one."""
+    assert transfer.released <= transfer.arrived <= transfer.adopted
+    seconds = transfer.bytes / link.bandwidth
+    assert transfer.arrived >= transfer.released + seconds + link.latency - 1e-9
+    assert transfer.bytes >= link.block_bytes * math.ceil(prompt / 4)
+    for engine, begin, end in steps:
+        assert engine in (request.replica, transfer.replica)
+        assert end <= transfer.released if engine == request.replica else begin >= transfer.adopted
+
+
+@drawn.given(15, 60, runs())
+def test_laws_of_any_run(case):
+    sizes, link, work, sampling = case
+    prefill, decode = map(engines_of, sizes)
+    outcome = drive(prefill, decode, link, work, sampling)
+
+    check_idle((*prefill, *decode))
+    steps_of = steps_by_sequence(outcome)
     sent: dict[int, list[tuple[float, float]]] = {}
     for item, request in zip(work, outcome.requests, strict=True):
         assert [len(branch.token_ids) for branch in request.branches] == [
@@ -191,24 +218,17 @@ def test_laws_of_any_run(case):
         moved = {transfer.branch_id: transfer for transfer in request.transfers}
         for branch in request.branches:
             assert all(a < b for a, b in pairwise(branch.token_times))
+            steps = steps_of[branch.branch_id]
             if branch.branch_id not in moved:
-                assert {engine for engine, _, _ in of_step[branch.branch_id]} == {request.replica}
+                assert {engine for engine, _, _ in steps} == {request.replica}
                 continue
             transfer = moved[branch.branch_id]
+            check_transfer(transfer, request, len(item.prompt_token_ids), link, steps)
             assert branch.token_times[0] == transfer.released
-            assert transfer.released <= transfer.arrived <= transfer.adopted < branch.token_times[1]
-            seconds = transfer.bytes / link.bandwidth
-            assert transfer.arrived >= transfer.released + seconds + link.latency - 1e-9
-            assert transfer.bytes >= link.block_bytes * math.ceil(len(item.prompt_token_ids) / 4)
-            for engine, begin, end in of_step[branch.branch_id]:
-                assert engine in (request.replica, transfer.replica)
-                assert (
-                    end <= transfer.released
-                    if engine == request.replica
-                    else begin >= transfer.adopted
-                )
+            assert transfer.adopted < branch.token_times[1]
             end = transfer.arrived - link.latency
-            sent.setdefault(request.replica, []).append((end - seconds, end))
+            span = end - transfer.bytes / link.bandwidth, end
+            sent.setdefault(request.replica, []).append(span)
     for spans in sent.values():
         spans.sort()
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans)), "a link sent two at a time"
@@ -229,12 +249,8 @@ def test_a_split_conserves_tokens(case, split):
             note_tokens(engine, pool, computed, preempted)
     outcome = drive(prefill, decode, link, work, sampling, split=split)
 
-    for engine in (*prefill, *decode):
-        state = engine.scheduler_state
-        assert not engine.has_work
-        assert not engine.held
-        assert not state.ids
-        assert state.pool.num_free == state.pool.num_blocks, "a block leaked"
+    check_idle((*prefill, *decode))
+    budget = sizes[0][2]["max_num_batched_tokens"]
     for item, request in zip(work, outcome.requests, strict=True):
         prompt = len(item.prompt_token_ids)
         share = split * (prompt + item.max_tokens)
@@ -243,18 +259,30 @@ def test_a_split_conserves_tokens(case, split):
             assert all(a < b for a, b in pairwise(branch.token_times))
         if sampling.n > 1 or sizes[0][2]["enable_prefix_caching"] or item.request_id in preempted:
             continue
-        first, last = (computed.get((pool, item.request_id), 0) for pool in ("prefill", "decode"))
-        assert first + last == prompt + item.max_tokens - 1
-        if share > prompt + item.max_tokens - 1:
-            assert not last
-            continue
-        assert first >= share or not last
-        assert bool(last) == bool(request.transfers)
-        budget = sizes[0][2]["max_num_batched_tokens"]
-        assert first < share + budget, "it leaves after the step in which it has its share"
-        for transfer in request.transfers:
-            assert transfer.released <= transfer.arrived <= transfer.adopted
+        counts = [computed.get((pool, item.request_id), 0) for pool in ("prefill", "decode")]
+        assert sum(counts) == prompt + item.max_tokens - 1
+        check_share(counts[0], counts[1], share, budget, request)
     assert drive(*map(engines_of, sizes), link, work, sampling, split=split) == outcome
+
+
+def check_share(
+    prefilled: int, decoded: int, share: float, budget: int, request: RequestRecord
+) -> None:
+    """A request leaves `prefill` after the step in which its share is computed.
+
+    Args:
+        prefilled, decoded: tokens that each pool computed.
+        share: the tokens that `prefill` should compute.
+        budget: the most tokens of a step.
+    """
+    if share > prefilled + decoded:
+        assert not decoded
+        return
+    assert prefilled >= share or not decoded
+    assert bool(decoded) == bool(request.transfers)
+    assert prefilled < share + budget, "it leaves after the step in which it has its share"
+    for transfer in request.transfers:
+        assert transfer.released <= transfer.arrived <= transfer.adopted
 
 
 def note_tokens(

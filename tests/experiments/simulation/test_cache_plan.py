@@ -27,6 +27,7 @@ from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.engine.geometry import geometry
 from pagedjax.host.kv_policies import ALL
+from pagedjax.host.types import Plan
 from pagedjax.options.config import EngineConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
 from tests.engine.test_mixer_layers import random_parameters
@@ -220,6 +221,17 @@ def long_answers() -> tuple[WorkItem, ...]:
     )
 
 
+def run_long_answers(engine: Any) -> tuple[tuple[list[Any], list[Any]], list[Plan]]:
+    """((columns of the records, rows and blocks) of each step, plans with rows)."""
+    start, results = drive(engine, long_answers(), GREEDY)
+    steps = step_records(results, start, 4, engine.scheduler_state.config)
+    plans = [result.plan for result in results if result.plan.seqs]
+    blocks = [
+        (p.counts, p.starts, p.swap_out, p.swap_in, [seq.blocks for seq in p.seqs]) for p in plans
+    ]
+    return ([COLUMNS(step) for step in steps], blocks), plans
+
+
 OPTIONS = {
     "recomputed": {"num_blocks": 8},
     "swapped": {"num_blocks": 8, "preemption": "swap", "swap_space_gib": 0.01},
@@ -253,19 +265,10 @@ def test_decisions_blocks_and_counts_are_those_of_the_real_engine(tiny, name, op
         plan=cache_plan(config, shape),
     )
     assert simulated.scheduler_state.config == real.scheduler_state.config
-    histories = []
-    plans: list[Any] = []
-    for engine in (real, simulated):
-        start, results = drive(engine, long_answers(), GREEDY)
-        steps = step_records(results, start, 4, engine.scheduler_state.config)
-        plans = [result.plan for result in results if result.plan.seqs]
-        blocks = [
-            (p.counts, p.starts, p.swap_out, p.swap_in, [seq.blocks for seq in p.seqs])
-            for p in plans
-        ]
-        histories.append(([COLUMNS(step) for step in steps], blocks))
-    assert histories[0] == histories[1]
-    preempted = sum(row[0] for row in histories[0][0])
+    history, _ = run_long_answers(real)
+    simulated_history, plans = run_long_answers(simulated)
+    assert simulated_history == history
+    preempted = sum(row[0] for row in history[0])
     assert (preempted > 0) == (options != "roomy")
     assert len(works) == len(plans)
     for work, plan in zip(works, plans, strict=True):
