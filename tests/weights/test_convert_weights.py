@@ -20,9 +20,10 @@ from pagedjax.weights import open_checkpoint
 from pagedjax.weights.convert import convert
 from pagedjax.weights.quantized.schemes import SCHEMES
 from tests.device.test_plain_families import GLM_MOE
+from tests.engine.runs import SMALL
 from tests.refusals import refused
 from tests.weights.quantized_files import SIZES
-from tests.weights.test_quantized import SMALL, formats_of
+from tests.weights.test_quantized import formats_of
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_families import write_family
 
