@@ -24,7 +24,8 @@ SMALL: dict[str, Any] = {
 def small_llm(model: Any, **config: Any) -> LLM:
     """Returns an LLM with the options SMALL, if nothing else is said. It has one bucket."""
     budget = config.get("max_num_batched_tokens", SMALL["max_num_batched_tokens"])
-    return LLM(model, **(SMALL | {"token_buckets": (budget,)} | config))
+    options: dict[str, Any] = {**SMALL, "token_buckets": (budget,), **config}
+    return LLM(model, **options)
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
