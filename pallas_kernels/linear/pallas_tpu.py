@@ -319,6 +319,7 @@ IMPLEMENTATION = Implementation(
     "pallas_tpu",
     multiply,
     obstacle,
+    model_obstacle=partial(words.model_obstacle, smallest=PIECE),
     pack=pack,
     unpack=unpack,
     gather=gather,

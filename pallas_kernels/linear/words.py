@@ -10,6 +10,7 @@ are packed on the host, once. The others stay as they are stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.linear.blocks import (
+    BLOCKS,
     FLOAT8,
     NUMBERS,
     Blocks,
@@ -72,6 +74,18 @@ def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
     blocks = matrix.blocks
     are_known = blocks.bits == 8 or blocks.numbers == NUMBERS[0]
     return are_known and blocks.scale == "float32" and blocks.inputs >= smallest
+
+
+def model_obstacle(weight_dtypes: Sequence[str], *, smallest: int) -> str:
+    """See `Implementation.model_obstacle`. smallest: as in `has_words`."""
+    for name in weight_dtypes:
+        number = np.int8 if name == "int8" else None
+        if has_words(Matrix(0, 0, blocks=BLOCKS.get(name)), number, smallest):
+            return ""
+    return (
+        "multiplies matrices in words, of int8 or of blocks with float32 scales, and the model's "
+        f"are {', '.join(sorted(set(weight_dtypes)))}"
+    )
 
 
 # --- on the host, and where rows of a matrix are gathered -----------------------------------------

@@ -532,7 +532,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
     [
         (
             {"impl": "gpu"},
-            "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu', 'pallas_gpu'",
+            "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu', 'cpu_int8', 'pallas_gpu'",
         ),
         ({"x": zeros((3, 9))}, r"x is \(3, 9\); the weight \[64, 8\] needs \[T, 8\]"),
         ({"bias": zeros(63)}, r"bias is \(63,\); x \(3, 8\) and the weight \[64, 8\] need \(64,\)"),

@@ -117,10 +117,23 @@ def test_other_weights_are_multiplied_as_by_the_exact_kernel():
     chex.assert_trees_all_equal(run(small_floats, "cpu_int8"), run(small_floats, "cpu"))
 
 
-def test_a_model_without_blocks_of_integers_is_refused():
-    reason = IMPLS["cpu_int8"].model_obstacle
-    assert reason(("float32", "q4_1")) == ""
-    assert "and the model's are float32, fp8_128" in reason(("fp8_128", "float32"))
+@pytest.mark.parametrize(
+    ("impl", "useful", "useless"),
+    [
+        ("cpu_int8", "q4_1", "fp8_128"),
+        ("pallas_gpu", "int4_128", "q6_k"),
+        ("pallas_tpu", "q6_k", "mxfp4"),
+        ("pallas_tpu", "int8", "q4_0"),
+    ],
+)
+def test_a_model_without_matrices_that_an_implementation_is_made_for_is_refused(
+    impl, useful, useless
+):
+    reason = IMPLS[impl].model_obstacle
+    assert reason(("float32", useful)) == ""
+    assert f"the model's are {', '.join(sorted(('bfloat16', useless)))}" in reason(
+        (useless, "bfloat16")
+    )
     assert all(cpu.IMPLEMENTATION.model_obstacle([name]) == "" for name in ("int8", "float32"))
 
 

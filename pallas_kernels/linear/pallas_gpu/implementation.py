@@ -14,9 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear import xla
+from pallas_kernels.linear import words, xla
 from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
-from pallas_kernels.linear.pallas_gpu.layout import OUTPUTS, gather, layout_of, pack, unpack
+from pallas_kernels.linear.pallas_gpu.layout import (
+    OUTPUTS,
+    SMALLEST,
+    gather,
+    layout_of,
+    pack,
+    unpack,
+)
 from pallas_kernels.shared.device import device_kind
 from pallas_kernels.shared.hopper import old_jax, wrong_device
 from pallas_kernels.tiles import Tiles
@@ -97,6 +104,7 @@ IMPLEMENTATION = Implementation(
     "pallas_gpu",
     multiply,
     obstacle,
+    model_obstacle=partial(words.model_obstacle, smallest=SMALLEST),
     pack=pack,
     unpack=unpack,
     gather=gather,
