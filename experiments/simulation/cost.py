@@ -770,7 +770,7 @@ def fit(
     sizes = list(sizes) or np.unique(tokens).tolist()
     # the share of each size in the base of a step, as in `Fitted`
     columns = [np.interp(tokens, sizes, share) for share in np.eye(len(sizes))]
-    columns[-1] = columns[-1] * np.maximum(tokens / sizes[-1], 1)
+    columns[-1] = columns[-1] * np.maximum(tokens / max(sizes[-1], 1), 1)
     names = ["context_tokens", "pairs", *["sampled"] * samples]
     columns += [np.array([step[name] for step in steps]) for name in names]
     matrix = np.array(columns, np.float64).T

@@ -85,10 +85,11 @@ def all_logits(
     run = partial(_run, model.graphdef, impl)
     for step in steps:
         batch, *of_groups = [lay_out(step, computed, PROMPTS, table, T) for table in tables]
-        if shape.layout:
+        layout = shape.layouts.model
+        if layout:
             slots = tuple([group_batch.slots for group_batch in of_groups])
             block_tables = tuple([group_batch.block_tables for group_batch in of_groups])
-            batch = batch._replace(extras=(GroupTables(shape.layout, slots, block_tables),))
+            batch = batch._replace(extras=(GroupTables(layout, slots, block_tables),))
         kv, logits = run(model.params, kv, batch)
         ends = np.cumsum([count for _, count in step])
         parts = np.split(np.asarray(logits, np.float32), ends)

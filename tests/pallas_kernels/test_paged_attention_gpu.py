@@ -21,6 +21,7 @@ import pytest
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.rows import SHORT, slot_queries, slots_of, with_results
+from pallas_kernels.shared import hopper
 from pallas_kernels.tiles import Tiles
 from tests.pallas_kernels import test_paged_attention
 from tests.pallas_kernels.test_paged_attention import (
@@ -548,12 +549,12 @@ class Device(NamedTuple):
 
 
 def test_a_cache_of_another_dtype_than_the_queries_is_an_obstacle(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "JAX_NEEDED", (0, 0))
+    monkeypatch.setattr(hopper, "JAX_NEEDED", (0, 0))
     sizes = {"head_dim": 64, "block_size": 16, "kv_heads": 2, "heads": 8}
-    hopper = Device("gpu", "NVIDIA H200", "9.0")
+    device = Device("gpu", "NVIDIA H200", "9.0")
     for dtype in ("bfloat16", "float16"):
-        assert pallas_gpu.obstacle(hopper, dtype=dtype, query_dtype=dtype, **sizes) == ""
-    obstacle = pallas_gpu.obstacle(hopper, dtype="bfloat16", query_dtype="float16", **sizes)
+        assert pallas_gpu.obstacle(device, dtype=dtype, query_dtype=dtype, **sizes) == ""
+    obstacle = pallas_gpu.obstacle(device, dtype="bfloat16", query_dtype="float16", **sizes)
     assert obstacle.endswith("they are bfloat16 and float16")
 
 
