@@ -56,10 +56,12 @@ AGAIN = "again"
 class Measured(NamedTuple):
     """A measured run.
 
-    times: of each request, by its arrival, since it was due.
+    due: when each request was due, by its arrival: up to a step before the engine took it.
+    times: of each request, since it was due.
     """
 
     recorded: Past
+    due: Mapping[int, float]
     times: Mapping[int, paired.Times]
 
 
@@ -100,7 +102,7 @@ def measure(model: str, items: Sequence[WorkItem], path: Path, **changed: Any) -
     recorded = past.read(path)
     outcomes = reading(run(recorded, unchanged(recorded))).outcomes
     due = {i: start - recording_start + item.arrival for i, item in enumerate(items)}
-    return Measured(recorded, paired.times_of(outcomes, due))
+    return Measured(recorded, due, paired.times_of(outcomes, due))
 
 
 def compare(model: str, items: Sequence[WorkItem], folder: Path) -> tuple[list[Cell], float]:
@@ -119,7 +121,11 @@ def compare(model: str, items: Sequence[WorkItem], folder: Path) -> tuple[list[C
         result = predict(before.recorded, change, router=routing.ROUND_ROBIN, buckets=BUCKETS)
         assert result.times is not None, "the recordings have times"
         error = result.times.model.error
-        table += cells(name, before.times, after.times, result.table)
+        # also since it was due, else predictions would miss what requests wait for a step's end
+        predicted = paired.times_of(result.changed.outcomes, before.due)
+        everybody = {paired.EVERYBODY: list(before.times)}
+        rows = paired.rows(everybody, before.times, predicted)
+        table += cells(name, before.times, after.times, rows)
     return table, error
 
 
