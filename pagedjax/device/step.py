@@ -200,8 +200,8 @@ def _observe(
     """
     assert cache.draft is not None
     outputs = outputs[: len(bound.model.taps)]
-    seen = bound.batch(batch)
-    pages = bound.model.observe(drafter, model, cache.draft, seen, outputs, bound.attend)
+    drafter_batch = bound.batch(batch)
+    pages = bound.model.observe(drafter, model, cache.draft, drafter_batch, outputs, bound.attend)
     return cache._replace(draft=pages)
 
 

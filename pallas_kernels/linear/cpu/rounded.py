@@ -92,15 +92,15 @@ def _round_group(builder: Any, blocks: Blocks, source: Any, out: Any) -> None:
     without_sign = uniform(INTEGERS, 0x7FFFFFFF)
     sizes = [builder.and_(_integers(builder, vector), without_sign) for vector in vectors]
     size = sizes[0]
-    for other in sizes[1:]:
-        size = _largest(builder, size, other)
+    for vector_size in sizes[1:]:
+        size = _largest(builder, size, vector_size)
     largest_bits = fold(builder, size, lambda a, b: _largest(builder, a, b))
     smallest_bits = ir.Constant(INT32, int(np.float32(SMALLEST).view(np.int32)))
     is_zero = builder.icmp_signed("<", largest_bits, smallest_bits)
     largest = splat(builder, builder.bitcast(largest_bits, ir.FloatType()), FULL)
-    nothing = constant(0)
-    factor = builder.select(is_zero, nothing, builder.fdiv(largest, constant(MOST)))
-    inverse = builder.select(is_zero, nothing, builder.fdiv(constant(MOST), largest))
+    zeros = constant(0)
+    factor = builder.select(is_zero, zeros, builder.fdiv(largest, constant(MOST)))
+    inverse = builder.select(is_zero, zeros, builder.fdiv(constant(MOST), largest))
     total = uniform(INTEGERS, 0)
     place = out
     for vector in vectors:
