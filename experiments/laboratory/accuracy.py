@@ -4,9 +4,11 @@
 
 The same requests, at the same times, run as recorded, once more as recorded, and with each of four
 changes: block size, token budget, policy and number of sequences. Each change is predicted from the
-first recording. The table has medians over requests, measured and predicted. The row `again` has the
-second equal run in place of a prediction: no prediction can be nearer than that. The tokens differ
-by rounding at most, and all lengths are given.
+first recording. That is a round; every second round has the opposite order. The table has medians
+over requests, measured and predicted, and of these the median over the rounds. The row `again` has
+the second equal run in place of a prediction, and `spread` is how far equal runs are apart: no
+prediction can be nearer than that. The tokens differ by rounding at most; all lengths are
+given.
 
 Give it a quiet machine: a time that was measured beside other jobs is not a result.
 """
@@ -32,7 +34,7 @@ from experiments.laboratory.measured import Cell, cells, text_of
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import predict, reading
 from experiments.laboratory.rerun import run, unchanged
-from pagedjax import LLM, routing
+from pagedjax import LLM, Engine, routing
 from pagedjax.host import policies
 from pagedjax.options.params import SamplingParams
 
@@ -50,7 +52,9 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "policy shortest": {"policy": "shortest"},
     "max_num_seqs 4": {"max_num_seqs": 4},
 }
-AGAIN = "again"
+RECORDED_RUN = "recorded"
+AGAIN = "again"  # on the engine of the recorded run
+ENGINES: Mapping[str, Mapping[str, Any]] = {AGAIN: {}, **CHANGES}
 
 
 class Measured(NamedTuple):
@@ -63,6 +67,16 @@ class Measured(NamedTuple):
     recorded: Past
     due: Mapping[int, float]
     times: Mapping[int, paired.Times]
+
+
+class Round(NamedTuple):
+    """All changes, measured and predicted once.
+
+    fit_error: the median error of the fit to the recorded steps.
+    """
+
+    table: list[Cell]
+    fit_error: float
 
 
 def requests(count: int, rate: float, seed: int) -> list[WorkItem]:
@@ -80,8 +94,8 @@ def requests(count: int, rate: float, seed: int) -> list[WorkItem]:
     ]
 
 
-def measure(model: str, items: Sequence[WorkItem], path: Path, **changed: Any) -> Measured:
-    """Runs and records the requests on an engine of its own."""
+def engine_of(model: str, changed: Mapping[str, Any]) -> Engine:
+    """An engine with all programs compiled, and the options of the recording or changed ones."""
     options = {**RECORDED, **changed}
     buckets = [size for size in BUCKETS if size <= options["max_num_batched_tokens"]]
     llm = LLM(
@@ -92,58 +106,118 @@ def measure(model: str, items: Sequence[WorkItem], path: Path, **changed: Any) -
         progress=False,
         **options,
     )
+    return llm.engine
+
+
+def measure(engine: Engine, items: Sequence[WorkItem], path: Path) -> Measured:
+    """Runs and records the requests."""
     sampling = SamplingParams(temperature=0, ignore_eos=True)
-    drive(llm.engine, [item._replace(arrival=0.0) for item in items[:8]], sampling)
-    llm.engine.reset()
+    drive(engine, [item._replace(arrival=0.0) for item in items[:8]], sampling)
+    engine.reset()
     recording_start = time.perf_counter()
-    llm.engine.record(path, times=True, prompts=True)
-    start, _ = drive(llm.engine, items, sampling)
-    llm.engine.record(None)
+    engine.record(path, times=True, prompts=True)
+    start, _ = drive(engine, items, sampling)
+    engine.record(None)
+    engine.reset()
     recorded = past.read(path)
     outcomes = reading(run(recorded, unchanged(recorded))).outcomes
     due = {i: start - recording_start + item.arrival for i, item in enumerate(items)}
     return Measured(recorded, due, paired.times_of(outcomes, due))
 
 
-def compare(model: str, items: Sequence[WorkItem], folder: Path) -> tuple[list[Cell], float]:
-    """Measures and predicts all changes -> (the table, the fit's median error)."""
-    before = measure(model, items, folder / "recorded.jsonl")
-    second = measure(model, items, folder / "again.jsonl")
-    table = cells(AGAIN, before.times, second.times, None)
+def predicted(before: Measured, changed: Mapping[str, Any]) -> tuple[list[paired.Row], float]:
+    """What a run would give with a change -> (its rows, the fit's median error)."""
+    fields = {field: value for field, value in changed.items() if field != "policy"}
+    change = unchanged(before.recorded)._replace(
+        config=before.recorded.config._replace(**fields),
+        policy=policies.find(changed.get("policy", RECORDED["policy"])),
+    )
+    result = predict(before.recorded, change, router=routing.ROUND_ROBIN, buckets=BUCKETS)
+    assert result.times is not None, "the recordings have times"
+    # also since it was due, else predictions would miss what requests wait for a step's end
+    times = paired.times_of(result.changed.outcomes, before.due)
+    everybody = {paired.EVERYBODY: list(before.times)}
+    return paired.rows(everybody, before.times, times), result.times.model.error
+
+
+def round_of(
+    engines: Mapping[str, Engine], items: Sequence[WorkItem], folder: Path, opposite: bool
+) -> Round:
+    """Measures and predicts all changes.
+
+    Args:
+        engines: by the names of `CHANGES`, and `AGAIN`.
+        opposite: the recorded run is the last one.
+    """
+    names = [RECORDED_RUN, *engines]
+    runs: dict[str, Measured] = {}
+    for name in reversed(names) if opposite else names:
+        engine = engines[AGAIN if name == RECORDED_RUN else name]
+        runs[name] = measure(engine, items, folder / "run.jsonl")
+    before = runs[RECORDED_RUN]
+    table = cells(AGAIN, before.times, runs[AGAIN].times, None)
     error = 0.0
     for name, changed in CHANGES.items():
-        after = measure(model, items, folder / "changed.jsonl", **changed)
-        fields = {field: value for field, value in changed.items() if field != "policy"}
-        change = unchanged(before.recorded)._replace(
-            config=before.recorded.config._replace(**fields),
-            policy=policies.find(changed.get("policy", RECORDED["policy"])),
-        )
-        result = predict(before.recorded, change, router=routing.ROUND_ROBIN, buckets=BUCKETS)
-        assert result.times is not None, "the recordings have times"
-        error = result.times.model.error
-        # also since it was due, else predictions would miss what requests wait for a step's end
-        predicted = paired.times_of(result.changed.outcomes, before.due)
-        everybody = {paired.EVERYBODY: list(before.times)}
-        rows = paired.rows(everybody, before.times, predicted)
-        table += cells(name, before.times, after.times, rows)
-    return table, error
+        rows, error = predicted(before, changed)
+        table += cells(name, before.times, runs[name].times, rows)
+    return Round(table, error)
+
+
+def median_of(rounds: Sequence[Round]) -> Round:
+    """The median over rounds of every number."""
+
+    def median(numbers: Sequence[float | None]) -> float | None:
+        known = [number for number in numbers if number is not None]
+        return float(np.median(known)) if known else None
+
+    def middle(same: Sequence[Cell]) -> Cell:
+        fields = Cell._fields[2:]  # behind the names
+        numbers = {field: median([getattr(cell, field) for cell in same]) for field in fields}
+        return same[0]._replace(**numbers)
+
+    tables = [each.table for each in rounds]
+    table = [middle(same) for same in zip(*tables, strict=True)]
+    return Round(table, float(np.median([each.fit_error for each in rounds])))
+
+
+def spreads(rounds: Sequence[Round]) -> dict[str, float]:
+    """How far the medians of equal runs are apart, of their median, by measure."""
+    equal: dict[str, list[float]] = {}
+    for each in rounds:
+        for cell in each.table:
+            if cell.change == AGAIN:
+                equal.setdefault(cell.measure, []).extend((cell.recorded, cell.measured))
+    return {
+        measure: float((max(numbers) - min(numbers)) / np.median(numbers))
+        for measure, numbers in equal.items()
+    }
 
 
 def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     items = requests(options.count, options.rate, options.seed)
+    engines = {name: engine_of(options.model, change) for name, change in ENGINES.items()}
     with tempfile.TemporaryDirectory() as folder:
-        table, error = compare(options.model, items, Path(folder))
-    print(f"median error of the fit to the recorded steps: {error:.1%}")
-    print(text_of(table))
+        rounds = [
+            round_of(engines, items, Path(folder), opposite=number % 2 == 1)
+            for number in range(options.rounds)
+        ]
+    result = median_of(rounds)
+    print(f"median error of the fit to the recorded steps: {result.fit_error:.1%}")
+    print(text_of(result.table))
+    for measure_name, spread in spreads(rounds).items():
+        print(f"spread of equal runs, {measure_name}: {spread:.1%}")
     if options.json:
         values = {
             "model": options.model,
             "date": time.strftime("%Y-%m-%d"),
             "requests": options.count,
             "rate": options.rate,
-            "fit_error": error,
-            "cells": [{**cell._asdict(), "error": cell.error} for cell in table],
+            "rounds": options.rounds,
+            "fit_error": result.fit_error,
+            "spreads": spreads(rounds),
+            "cells": [{**cell._asdict(), "error": cell.error} for cell in result.table],
+            "errors_of_rounds": [[cell.error for cell in each.table] for each in rounds],
             "where": environment(),
         }
         Path(options.json).write_text(f"{json.dumps(values, indent=2)}\n", encoding="utf-8")
@@ -159,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default="smollm2-135m", help="a model (smollm2-135m)")
     parser.add_argument("--count", type=int, default=60, help="requests of each run (60)")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second (1)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each change (3)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     return parser
