@@ -195,6 +195,7 @@ def drafts_of(results: Sequence[StepResult]) -> tuple[int, int]:
     return drafts, sum(sum(event.accepted) for event in verified)
 
 
+@pytest.mark.slow  # a draft model with such layers, below, is the quick one
 def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_folder, monkeypatch):
     """Its drafts are what it says alone, although the other layers give blocks back."""
     drafted: list[tuple[list[int], list[int]]] = []
