@@ -174,6 +174,12 @@ def layers_in_groups(
             sequence counts as none.
     """
     layers = _layers(config, model.part, model.dtype)
+    if model.config.has_layer_heads:
+        groups = layer_groups(layers, config.block_size)
+        if draft is None or not _mixers(draft.layers):
+            return Layouts(groups)
+        layers_of_draft = _layers(config, draft.layers, draft.dtype)
+        return Layouts(*beside(groups, layer_groups(layers_of_draft)))
     are_alike = len({layer.window for layer in layers}) == 1 and all(
         layer.attention for layer in layers
     )
@@ -191,6 +197,7 @@ def check_layers(config: EngineConfig, model: Model, draft: DraftModel | None = 
         check_batch_invariant(model.config)
     _check_mixers(config, model, draft)
     _check_latents(config, model)
+    _check_layer_heads(config, model)
 
 
 def _check_latents(config: EngineConfig, model: Model) -> None:
@@ -202,6 +209,15 @@ def _check_latents(config: EngineConfig, model: Model) -> None:
         raise ValueError(
             f"{subject}, of which no blocks are selected yet, and kv_policy is "
             f"{config.kv_policy.name!r}; use kv_policy='full' or 'streaming'"
+        )
+
+
+def _check_layer_heads(config: EngineConfig, model: Model) -> None:
+    """Raises ValueError for a KV policy: its rows of attention have blocks, and not parts of them."""
+    if model.config.has_layer_heads and isinstance(config.kv_policy, KVPolicyOptions):
+        raise ValueError(
+            "the model's layers have heads of several sizes, and kv_policy is "
+            f"{config.kv_policy.name!r}, which reads one size; use kv_policy='full'"
         )
 
 
@@ -276,6 +292,8 @@ def views(config: EngineConfig, model: Model, draft: DraftModel | None = None) -
         windows_of_groups: tuple[int | None, ...] = (window,)
     else:
         windows_of_groups = layout.windows
+        if windows_of_groups == (None,):
+            return ()
     return tuple(
         [
             View(kv_policies.window_blocks(window, config.block_size) if window else None)
@@ -345,7 +363,11 @@ def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[Layer
 
     def pages_of(kind: LayerKind) -> LayerPages:
         if kind.mixer is None:
-            return LayerPages(None if _has_draft_model(config) else freeing_window(kind.window))
+            window = None if _has_draft_model(config) else freeing_window(kind.window)
+            parts = 1
+            if part.has_layer_heads:
+                parts = part.page_numbers // part.of(kind).token_numbers
+            return LayerPages(window, parts=parts)
         pages = kind.mixer.pages(part, sizes, dtype)
         window = freeing_window(kind.mixer.window(config.block_size))
         return LayerPages(window, pages, attention=False)
@@ -408,6 +430,9 @@ def block_shape(
         dtype=attention.page_dtype(impl, dtype, words=has_mixers),
         row=attention.page_row(impl, part.head_dim),
     )
+    if part.has_layer_heads:  # memory that layers with heads of several sizes have parts of
+        numbers = part.page_numbers
+        sizes = sizes._replace(kv_heads=devices, head_dim=numbers, row=numbers)
     return {
         **sizes._asdict(),
         "layers": layouts.model.size if layouts.model else part.layers,
