@@ -585,7 +585,6 @@ OTHER_PARTS = (
     "multi_modal_projector",
     "visual",
     "embed_vision",
-    "vision_embedder",
     "audio_tower",
     "embed_audio",
 )
