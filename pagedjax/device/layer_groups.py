@@ -3,10 +3,10 @@
 Every group has the same number n of pages of a block, so a block of the pool fits any group: it has
 n pages, in n arrays of the cache. A layer of attention has one page, with the keys and values of S
 tokens. A layer that keeps something else (mixers/mixer.py) has as many pages of that size as it
-needs. A layer whose heads are smaller than a page has a *part* of one, and layers of its window have
-the other parts. Layers of one group have one window. Where the pages of a kind do not divide by n, the last
-group of the kind has fewer and leaves the rest of its blocks unused, as in vLLM's hybrid manager of
-the KV cache.
+needs. A layer whose heads are smaller than a page has a *part* of one, and layers of its window
+have the other parts. Layers of one group have one window. Where the pages of a kind do not divide
+by n, the last group of the kind has fewer and leaves the rest of its blocks unused, as in vLLM's
+hybrid manager of the KV cache.
 """
 
 from __future__ import annotations

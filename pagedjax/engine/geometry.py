@@ -174,19 +174,16 @@ def layers_in_groups(
             sequence counts as none.
     """
     layers = _layers(config, model.part, model.dtype)
-    if model.config.has_layer_heads:
-        groups = layer_groups(layers, config.block_size)
-        if draft is None or not _mixers(draft.layers):
-            return Layouts(groups)
-        layers_of_draft = _layers(config, draft.layers, draft.dtype)
-        return Layouts(*beside(groups, layer_groups(layers_of_draft)))
+    has_parts = model.config.has_layer_heads
+    block_size = config.block_size if has_parts else 0
     are_alike = len({layer.window for layer in layers}) == 1 and all(
         layer.attention for layer in layers
     )
     if draft is None or not _mixers(draft.layers):
-        return Layouts(None if are_alike else layer_groups(layers))
+        is_one_table = are_alike and not has_parts
+        return Layouts(None if is_one_table else layer_groups(layers, block_size))
     layers_of_draft = _layers(config, draft.layers, draft.dtype)
-    return Layouts(*beside(layer_groups(layers), layer_groups(layers_of_draft)))
+    return Layouts(*beside(layer_groups(layers, block_size), layer_groups(layers_of_draft)))
 
 
 def check_layers(config: EngineConfig, model: Model, draft: DraftModel | None = None) -> None:
@@ -356,6 +353,8 @@ def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[Layer
         config.block_size, part.kv_heads, part.head_dim, page_dtype, part.head_dim
     )
 
+    page_numbers = part.page_numbers
+
     def freeing_window(window: int | None) -> int | None:
         if keeps_all or not window:
             return None
@@ -364,10 +363,7 @@ def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[Layer
     def pages_of(kind: LayerKind) -> LayerPages:
         if kind.mixer is None:
             window = None if _has_draft_model(config) else freeing_window(kind.window)
-            parts = 1
-            if part.has_layer_heads:
-                parts = part.page_numbers // part.of(kind).token_numbers
-            return LayerPages(window, parts=parts)
+            return LayerPages(window, parts=page_numbers // part.of(kind).token_numbers)
         pages = kind.mixer.pages(part, sizes, dtype)
         window = freeing_window(kind.mixer.window(config.block_size))
         return LayerPages(window, pages, attention=False)

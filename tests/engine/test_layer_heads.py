@@ -4,27 +4,36 @@ depend on how blocks are cut, shared, copied, moved or found again.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import chex
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from pagedjax import LLM
+from pagedjax import LLM, LoRARequest, Taps, load_model
+from pagedjax.device import attention
+from pagedjax.device.batch import Shapes, blank_sampling, joined
 from pagedjax.device.draft_model import of_decoder
 from pagedjax.device.layer_groups import LayerPages, PagePart, layer_groups
 from pagedjax.device.memory import nbytes
 from pagedjax.device.models import Model, assemble
-from pagedjax.device.models.decoder import DecoderConfig, LayerHeads, LayerKind
+from pagedjax.device.models.decoder import LayerHeads, LayerKind
 from pagedjax.device.models.eagle import eagle_config
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.rope import Rope
 from pagedjax.device.score import score
+from pagedjax.device.step import make_step
 from pagedjax.engine.geometry import geometry
+from pagedjax.engine.pack import Sources, pack
 from pagedjax.host.replay import verify
 from pagedjax.options.config import EngineConfig
+from pagedjax.weights.adapter_files import adapter_parts
 from pagedjax.weights.architectures import FAMILIES, normalised
+from tests import quick_compiler
 from tests.device.test_llama import chosen
 from tests.device.test_model_families import REAL
 from tests.engine.runs import answers, greedy, logprobs_of, small_llm
@@ -37,6 +46,8 @@ from tests.engine.test_mixer_layers import (
     tokens_of,
 )
 from tests.refusals import refused
+from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
+from tests.weights.tiny_families import write_family
 
 pytestmark = pytest.mark.few_optimisations
 
@@ -153,6 +164,32 @@ def test_a_gemma_4_of_31_billion_wastes_no_page():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("t", [8, 96])  # without the loop over prompt chunks, and with it
+def test_a_step_updates_memory_that_layers_share_in_place(loaded, t):
+    """The compiled program copies no array of a cache of 15 MB each."""
+    model = loaded.model
+    config = EngineConfig(block_size=16, max_model_len=128)
+    shape = geometry(config, model, "float32", "xla")
+    pages = shape.cache_shapes(1250, model)
+    sizes = Shapes((t,), 8, 16, 8, 128, 320, layout=shape.layouts.model)
+    rows = sizes.rows(t)
+    batch = pack(EMPTY_PLAN, {}, sizes, {rows: blank_sampling(rows)}, sources=Sources())
+    step = make_step(model, attention.attend("xla", model.config.attn_scale), seed=0)
+    with quick_compiler.all_quickly():  # buffers are assigned as in a fast program
+        compiled = step.lower(model.leaves, pages, joined(batch)).compile()
+    arrays = jax.tree.leaves(pages)
+    total = sum(array.size * array.dtype.itemsize for array in arrays)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= total > 4 * 15e6
+    assert memory.temp_size_in_bytes < 15e6 / 10
+    counts = "|".join(str(2 * 1251 * parts) for parts in (1, 2, 3, 6))
+    all_pages = re.compile(rf"= \w+\[(?:{counts}),[\d,]+\]\S* (\S+)\(")
+    kinds = {match[1] for match in all_pages.finditer(compiled.as_text())}
+    assert {"parameter", "scatter", "bitcast"} & kinds, "the pattern finds nothing"
+    assert not kinds & {"copy", "copy-start", "transpose", "concatenate", "select", "convert"}
+
+
+@pytest.mark.slow
 def test_bits_of_8_take_a_quarter(loaded, plain):
     llm = small_llm(
         loaded, block_size=16, kv_cache_dtype="float8_e4m3fn", max_num_batched_tokens=128
@@ -226,6 +263,88 @@ def test_a_beam_search_has_the_same_beams_in_any_blocks(loaded):
     assert first == second
 
 
+@pytest.mark.slow
+def test_scores_of_whole_texts_are_those_of_an_engine(loaded, plain):
+    model = loaded.model
+    module = nnx.merge(model.graphdef, model.params)
+    params = greedy(1, prompt_logprobs=0)
+    for output, prompt in zip(plain.generate(prompts(), params), prompts(), strict=True):
+        assert output.prompt_logprobs
+        scored = score(module, np.asarray([prompt]))[0, 1:]
+        chex.assert_trees_all_close(scored, chosen(prompt[1:], output.prompt_logprobs[1:]), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_of_attention_do_not_depend_on_blocks(loaded, plain):
+    """Of a layer in parts of six, of one in parts of two, and of one with a window."""
+    taps = Taps(attention={1: (0, 3), 2: 1, 5: 0})
+    params = replace(PARAMS, n=1, temperature=0.0, taps=taps)
+    small = small_llm(loaded, block_size=4, attention_impl="xla")
+    for outputs in zip(*(llm.generate(prompts(), params) for llm in (plain, small)), strict=True):
+        of_plain, of_small = (output.outputs[0].taps.attention for output in outputs)
+        chex.assert_trees_all_close(of_plain, of_small, atol=1e-4)
+        for weights in of_plain.values():
+            chex.assert_trees_all_close(weights.sum(-1), np.ones(weights.shape[:-1]), atol=1e-4)
+
+
+GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 16,
+    "attention_k_eq_v": True,
+    "max_position_embeddings": 128,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.slow
+def test_adapters_are_those_of_merged_models(tmp_path):
+    """A layer without a product of values has no adapter of it."""
+    model = write_family(tmp_path / "model", GEMMA_4)
+    factors = random_factors(model, 4)
+    adapter = tiny_adapter(tmp_path / "adapter", model, 4)
+    llm = small_llm(load_model(model), enable_lora=True, max_lora_rank=4, block_size=4)
+    params = greedy(6, logprobs=0)
+    outputs = llm.generate(prompts(), params, lora_request=LoRARequest("a", 1, adapter))
+    whole = small_llm(load_model(merged(tmp_path / "merged", model, factors, 0.5)), block_size=4)
+    for output, expected in zip(outputs, whole.generate(prompts(), params), strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        numbers = [logprobs_of(x.outputs[0]) for x in (output, expected)]
+        chex.assert_trees_all_close(*numbers, atol=1e-3)
+    values = "model.layers.1.self_attn.v_proj"
+    pair = np.zeros((2, 32), np.float32), np.zeros((16, 2), np.float32)
+    with refused(f"{values}: no such matrix, or it has no adapters here"):
+        adapter_parts({values: pair}, load_model(model).model.config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"weight_dtype": "int8"}, {"dtype": "bfloat16"}, {"batch_invariant": True}]
+)
+def test_answers_stay_near_those_in_floats(tmp_path, options):
+    model = write_family(tmp_path / "model", GEMMA_4)
+    stored = {key: value for key, value in options.items() if key != "batch_invariant"}
+    llms = [
+        small_llm(load_model(model, **stored), block_size=4, **options),
+        small_llm(load_model(model), block_size=4),
+    ]
+    params = greedy(1, prompt_logprobs=0)
+    for prompt in prompts():
+        outputs = [llm.generate([prompt], params)[0].prompt_logprobs for llm in llms]
+        near, exact = (chosen(prompt[1:], logprobs[1:]) for logprobs in outputs)
+        assert np.abs(near - exact).mean() < (1e-4 if "batch_invariant" in options else 0.1)
+
+
 # refusals -----------------------------------------------------------------------------------------
 
 
@@ -244,7 +363,6 @@ def test_what_such_a_model_cannot_have_is_refused(loaded):
     ("fields", "message"),
     [
         ({"attn_scale": 0.0}, "attn_scale is 0, and kinds have heads of their own"),
-        ({"sinks": True}, "the model has sinks, which does not go with them yet"),
         ({"qk_norm": "width"}, "the model has qk_norm = 'width', which does not go with them"),
         (
             {"kinds": (SHARED, LayerKind(mixer=ShortConv(3)))},

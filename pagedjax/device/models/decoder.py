@@ -236,7 +236,6 @@ class DecoderConfig:
         excluded = {
             "latent": self.latent is not None,
             "qk_norm = 'width'": self.qk_norm == "width",
-            "sinks": self.sinks,
             "block": self.block is not None and self.block.pages is not Block.pages,
             "kinds[...].mixer": any(kind.mixer for kind in self.kinds),
         }
@@ -299,13 +298,10 @@ class DecoderConfig:
     @property
     def heads_of_layers(self) -> list[dict[str, int]]:
         """Each size of heads that a layer has, as `attention.choose` takes them."""
-        layers = dict.fromkeys([self.of(kind)._head_sizes for kind in self.kinds])
-        return [dict(sizes) for sizes in layers]
-
-    @property
-    def _head_sizes(self) -> tuple[tuple[str, int], ...]:
-        sizes = ("heads", self.heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)
-        return sizes
+        names = "heads", "kv_heads", "head_dim"
+        layers = [self.of(kind) for kind in dict.fromkeys(self.kinds)]
+        sizes = [{name: getattr(layer, name) for name in names} for layer in layers]
+        return [x for i, x in enumerate(sizes) if x not in sizes[:i]]
 
     @property
     def token_numbers(self) -> int:
@@ -317,7 +313,7 @@ class DecoderConfig:
         """Numbers that a page has for each token, in keys: those of a layer. If layers have heads of
         their own, the least number of which each layer needs a part.
         """
-        return lcm(*[self.of(kind).token_numbers for kind in self.kinds])
+        return lcm(*[self.of(kind).token_numbers for kind in dict.fromkeys(self.kinds)])
 
     @property
     def rotated_size(self) -> int:
