@@ -30,6 +30,7 @@ from pagedjax.device.step import make_step
 from pagedjax.engine.geometry import geometry
 from pagedjax.engine.pack import Sources, pack
 from pagedjax.host.replay import verify
+from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.options.config import EngineConfig
 from pagedjax.weights.adapter_files import adapter_parts
 from pagedjax.weights.architectures import FAMILIES, normalised
@@ -343,6 +344,21 @@ def test_answers_stay_near_those_in_floats(tmp_path, options):
         outputs = [llm.generate([prompt], params)[0].prompt_logprobs for llm in llms]
         near, exact = (chosen(prompt[1:], logprobs[1:]) for logprobs in outputs)
         assert np.abs(near - exact).mean() < (1e-4 if "batch_invariant" in options else 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_of_256_and_512_have_one_answer_in_each_implementation(tmp_path, dtype):
+    sizes = {"head_dim": 256, "global_head_dim": 512, "num_key_value_heads": 2}
+    model = load_model(write_family(tmp_path / "model", GEMMA_4 | sizes), dtype=dtype)
+    params = greedy(1, prompt_logprobs=0)
+    logprobs = {
+        impl: small_llm(model, block_size=4, attention_impl=impl).generate(prompts()[3], params)
+        for impl in ("reference", "xla", "cpu")
+    }
+    numbers = [chosen(prompts()[3][1:], x[0].prompt_logprobs[1:]) for x in logprobs.values()]
+    atol = 1e-4 if dtype == "float32" else 0.05
+    chex.assert_trees_all_close(*numbers, atol=atol)
 
 
 # refusals -----------------------------------------------------------------------------------------
