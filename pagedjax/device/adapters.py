@@ -202,7 +202,7 @@ def _ends(config: DecoderConfig, place: Part) -> tuple[int, ...]:
 def sizes_of(config: DecoderConfig, place: Part) -> tuple[int, int]:
     """(inputs, outputs) of a part of a matrix."""
     first, last = (0, *_ends(config, place))[place.part : place.part + 2]
-    attended = config.of(config.kinds[place.layer]).attended
+    attended = config.of_kind(config.kinds[place.layer]).attended
     inputs = {"attn.out": attended, "mlp.down": config.intermediate}
     if config.latent and config.latent.query_rank:
         inputs["attn.q_up"] = config.latent.query_rank

@@ -113,9 +113,7 @@ def page_row(impl: str | None, head_dim: int) -> int:
     return find(impl or "xla").page_row(head_dim)
 
 
-def pages_of_heads(
-    attend: Attend, memory: jax.Array, kv_heads: int, head_dim: int
-) -> jax.Array:
+def pages_of_heads(attend: Attend, memory: jax.Array, kv_heads: int, head_dim: int) -> jax.Array:
     """Returns memory of blocks as pages of K heads of D numbers: [P, 1, S, n K D], which n layers
     share, as [P n, K, S, D], or in rows of several tokens. Page `i n + j` is part j of block i.
     """

@@ -125,9 +125,8 @@ def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
     layers = adapters.adapted(c)
     for place, (a, b) in parts.items():
         matrices = layers[place.layer] if 0 <= place.layer < c.layers else {}
-        if place.matrix not in matrices or not 0 <= place.part < len(
-            c.parts_of(place.layer)[place.matrix]
-        ):
+        ends = c.parts_of(place.layer)[place.matrix] if place.matrix in matrices else ()
+        if not 0 <= place.part < len(ends):
             raise ValueError(
                 f"adapter has factors at {place}, and none belong there in this model; layers 0 to "
                 f"{c.layers - 1} have {', '.join(layers[0])}"

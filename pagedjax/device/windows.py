@@ -144,8 +144,8 @@ def hidden(
     b, s = tokens.shape
 
     def pages_of(kind: LayerKind) -> PageShapes:
-        of_kind = c.of(kind)
-        sizes = BlockSizes(s, of_kind.kv_heads, of_kind.head_dim, module.dtype, of_kind.head_dim)
+        layer = c.of_kind(kind)
+        sizes = BlockSizes(s, layer.kv_heads, layer.head_dim, module.dtype, layer.head_dim)
         return {} if kind.mixer else kv_pages(sizes)
 
     # only their shapes are used

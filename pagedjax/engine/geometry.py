@@ -363,7 +363,7 @@ def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[Layer
     def pages_of(kind: LayerKind) -> LayerPages:
         if kind.mixer is None:
             window = None if _has_draft_model(config) else freeing_window(kind.window)
-            return LayerPages(window, parts=page_numbers // part.of(kind).token_numbers)
+            return LayerPages(window, parts=page_numbers // part.of_kind(kind).token_numbers)
         pages = kind.mixer.pages(part, sizes, dtype)
         window = freeing_window(kind.mixer.window(config.block_size))
         return LayerPages(window, pages, attention=False)

@@ -161,7 +161,9 @@ def test_one_implementation_serves_heads_of_all_sizes(monkeypatch):
     choose = partial(attention.choose, device=device, **kind)
     assert choose(None, heads_of_layers=[narrow]) == "pallas_gpu"
     assert choose(None, heads_of_layers=[narrow, wide]) == "xla"
-    with refused("attention_impl 'pallas_gpu' needs a head size of .*, and it is 512; 'xla' has no"):
+    with refused(
+        "attention_impl 'pallas_gpu' needs a head size of .*, and it is 512; 'xla' has no"
+    ):
         choose("pallas_gpu", heads_of_layers=[narrow, wide])
 
 

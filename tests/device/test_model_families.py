@@ -871,7 +871,7 @@ def test_real_models_have_their_published_size_and_cache(name):
     _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
     assert shapes == {".".join(entry.path): entry.shape for entry in table}
-    of_layers = [c.of(kind) for kind in c.kinds]
+    of_layers = [c.of_kind(kind) for kind in c.kinds]
     sizes = [cache.BlockSizes(1, x.kv_heads, x.head_dim, "bfloat16", x.head_dim) for x in of_layers]
     slot = cache.block_bytes(
         layers=c.layers,
@@ -1010,7 +1010,10 @@ def test_a_hybrid_or_deepseek_that_cannot_be_honoured_is_refused(name, change, m
             "are not supported yet. Dense models of Gemma 4 with hidden_size_per_layer_input = 0",
         ),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; layers that read the keys of"),
-        ({"enable_moe_block": True}, r"enable_moe_block is True; experts beside an MLP \(Gemma 4 26B"),
+        (
+            {"enable_moe_block": True},
+            r"enable_moe_block is True; experts beside an MLP \(Gemma 4 26B",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; text is"),
         ({"hidden_activation": "relu"}, "hidden_activation is 'relu'; Gemma uses"),
         (

@@ -272,7 +272,9 @@ def test_scores_of_whole_texts_are_those_of_an_engine(loaded, plain):
     for output, prompt in zip(plain.generate(prompts(), params), prompts(), strict=True):
         assert output.prompt_logprobs
         scored = score(module, np.asarray([prompt]))[0, 1:]
-        chex.assert_trees_all_close(scored, chosen(prompt[1:], output.prompt_logprobs[1:]), atol=1e-4)
+        chex.assert_trees_all_close(
+            scored, chosen(prompt[1:], output.prompt_logprobs[1:]), atol=1e-4
+        )
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ class DecoderConfig:
                 "scores: give it"
             )
         for i, kind in enumerate(self.kinds):
-            c = self.of(kind)
+            c = self.of_kind(kind)
             if kind.heads and not (c.head_dim > 0 and c.kv_heads > 0 and c.heads % c.kv_heads == 0):
                 raise ValueError(
                     f"kinds[{i}] has {c.heads} query heads and {c.kv_heads} key heads of "
@@ -279,7 +279,7 @@ class DecoderConfig:
         """
         return any(kind.heads for kind in self.kinds)
 
-    def of(self, kind: LayerKind) -> DecoderConfig:
+    def of_kind(self, kind: LayerKind) -> DecoderConfig:
         """The configuration of a layer with heads of its own alone; itself if it has none."""
         if kind.heads is None:
             return self
@@ -299,7 +299,7 @@ class DecoderConfig:
     def heads_of_layers(self) -> list[dict[str, int]]:
         """Each size of heads that a layer has, as `attention.choose` takes them."""
         names = "heads", "kv_heads", "head_dim"
-        layers = [self.of(kind) for kind in dict.fromkeys(self.kinds)]
+        layers = [self.of_kind(kind) for kind in dict.fromkeys(self.kinds)]
         sizes = [{name: getattr(layer, name) for name in names} for layer in layers]
         return [x for i, x in enumerate(sizes) if x not in sizes[:i]]
 
@@ -313,7 +313,7 @@ class DecoderConfig:
         """Numbers that a page has for each token, in keys: those of a layer. If layers have heads of
         their own, the least number of which each layer needs a part.
         """
-        return lcm(*[self.of(kind).token_numbers for kind in dict.fromkeys(self.kinds)])
+        return lcm(*[self.of_kind(kind).token_numbers for kind in dict.fromkeys(self.kinds)])
 
     @property
     def rotated_size(self) -> int:
@@ -350,7 +350,7 @@ class DecoderConfig:
 
     def parts_of(self, layer: int) -> dict[str, tuple[int, ...]]:
         """The `parts` of a layer, which may have heads of its own."""
-        return self.of(self.kinds[layer]).parts
+        return self.of_kind(self.kinds[layer]).parts
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -416,7 +416,7 @@ class Scale(nnx.Module):
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         self.has_part_of_page = c.has_layer_heads
-        c = c.of(kind)
+        c = c.of_kind(kind)
         options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
         self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, axes=c.axes, **options)

@@ -161,7 +161,9 @@ def _full_rope(config: dict[str, Any], head_dim: int) -> Rope:
     kind = scaling.get("rope_type", "default")
     unknown = [key for key in scaling if key not in ROPE_ENTRIES]
     if kind not in ("default", "proportional") or unknown:
-        problem = f"{unknown[0]} = {scaling[unknown[0]]!r:.40}" if unknown else f"rope_type {kind!r}"
+        problem = (
+            f"{unknown[0]} = {scaling[unknown[0]]!r:.40}" if unknown else f"rope_type {kind!r}"
+        )
         raise ValueError(
             f"the rotation of full_attention has {problem}; Gemma 4 here has 'default', or "
             "'proportional' with a factor and a partial_rotary_factor"
@@ -184,7 +186,7 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
 
 
 def _block_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    of_layer = c.of(c.kinds[layer])
+    of_layer = c.of_kind(c.kinds[layer])
     rows = [of_layer.heads * of_layer.head_dim, of_layer.token_numbers, of_layer.token_numbers]
     count = 2 if of_layer.shared_values else 3
     scale = (f"model.layers.{layer}.layer_scalar",)

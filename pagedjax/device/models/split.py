@@ -113,7 +113,7 @@ def _kind_of_device(c: DecoderConfig, kind: LayerKind, n: int) -> LayerKind:
     """A kind with its own heads divided among n devices; others have no sizes of their own."""
     if kind.heads is None:
         return kind
-    queries, keys = heads(c.of(kind), n)
+    queries, keys = heads(c.of_kind(kind), n)
     part_heads = replace(kind.heads, heads=len(queries) // n, kv_heads=len(keys) // n)
     return replace(kind, heads=part_heads)
 
@@ -246,7 +246,7 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
         kind = padded_heads.queries if owner == "q_norm" else padded_heads.keys
         return (Split(AXES, _row_order(kind, c.head_dim)),)
     if "attn" in path and path[0] == "blocks":
-        c = c.of(c.kinds[int(path[1])])
+        c = c.of_kind(c.kinds[int(path[1])])
     if path[-1] == "sinks":
         return (Split(AXES, heads(c, n).queries),)
     if "attn" in path and c.latent:
