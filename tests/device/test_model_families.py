@@ -1028,6 +1028,11 @@ def test_a_hybrid_or_deepseek_that_cannot_be_honoured_is_refused(name, change, m
             {"per_layer_config": {"1": {"intermediate_size": 24}}},
             "per_layer_config gives layer 1 intermediate_size = 24; here it may have head_dim and",
         ),
+        (
+            {"per_layer_config": {"5": {"head_dim": 24}}},
+            "per_layer_config is {'5': .*}; it must have an object for each of some layers, whose "
+            "numbers are 0 to 4",
+        ),
         ({"num_global_key_value_heads": 3}, r"kinds\[1\] has 4 query heads and 3 key heads"),
         ({"global_head_dim": 6}, "0 of the 6 numbers of a head are rotated; both must be even"),
     ],

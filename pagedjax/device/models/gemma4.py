@@ -12,6 +12,7 @@ experts (26B-A4B) are refused. Only text is supported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerHeads, LayerKind
@@ -118,7 +119,7 @@ def _heads(config: dict[str, Any], types: list[str]) -> dict[str, LayerHeads]:
         if kv_heads is not None and config["attention_k_eq_v"]:
             sizes[FULL]["num_key_value_heads"] = kv_heads
     else:
-        sizes |= _overridden(config, types, {int(key): value for key, value in by_layer.items()})
+        sizes |= _overridden(config, types, by_layer)
     return {
         name: LayerHeads(
             config["num_attention_heads"],
@@ -131,16 +132,27 @@ def _heads(config: dict[str, Any], types: list[str]) -> dict[str, LayerHeads]:
 
 
 def _overridden(
-    config: dict[str, Any], types: list[str], by_layer: dict[int, dict[str, Any]]
+    config: dict[str, Any], types: list[str], by_layer: Any
 ) -> dict[str, dict[str, Any]]:
     """The sizes of each type of layers, by the `per_layer_config`.
 
     Raises:
-        ValueError: it gives a layer something else, or other sizes than one of the same type.
+        ValueError: it is no object of objects by a layer's number, or gives a layer something else,
+            or other sizes than one of the same type.
     """
+    numbers = [str(layer) for layer in range(len(types))]
+    if not isinstance(by_layer, Mapping) or not all(
+        str(key).lstrip("0") in (*numbers, "") and isinstance(value, Mapping)
+        for key, value in by_layer.items()
+    ):
+        raise ValueError(
+            f"per_layer_config is {by_layer!r:.80}; it must have an object for each of some layers, "
+            f"whose numbers are 0 to {len(types) - 1}"
+        )
+    of_layers = {int(key): value for key, value in by_layer.items()}
     sizes: dict[str, dict[str, Any]] = {}
     for layer, name in enumerate(types):
-        given = by_layer.get(layer, {})
+        given = of_layers.get(layer, {})
         if unknown := [key for key in given if key not in OVERRIDES]:
             raise ValueError(
                 f"per_layer_config gives layer {layer} {unknown[0]} = {given[unknown[0]]!r:.40}; "
