@@ -8,6 +8,8 @@ that, and its operations. The products with weights are those of cost.py.
 | latent attention | one row for all heads | the rows of all tokens |
 | a mixer | what it declares (device/models/mixers) | what it declares |
 
+Layers with heads of their own (`LayerKind.heads`) are kinds of attention with other sizes.
+
 A row of latent attention with few tokens multiplies its queries with the kept rows ("absorbed"). One
 with at least `Latent.expands_from` tokens makes keys and values of all tokens that it sees
 (docs/design/latent-layers.md).
