@@ -169,17 +169,17 @@ class DecoderConfig:
     block: type[Block] | None = None
 
     def __post_init__(self) -> None:
-        if self.has_layer_heads:
-            self._check_layer_heads()
-        if not self.attn_scale:
-            query_size = self.latent.query if self.latent else self.head_dim
-            object.__setattr__(self, "attn_scale", query_size**-0.5)
         if self.block is not None and not (
             isinstance(self.block, type) and issubclass(self.block, Block)
         ):
             raise ValueError(
                 f"block is {self.block!r:.80}; it must be a class that inherits from Block, or None"
             )
+        if self.has_layer_heads:
+            self._check_layer_heads()
+        if not self.attn_scale:
+            query_size = self.latent.query if self.latent else self.head_dim
+            object.__setattr__(self, "attn_scale", query_size**-0.5)
         one_of("norm", self.norm, ("rms", "rms_plus_one", "layer"))
         one_of("activation", self.activation, tuple(ACTIVATIONS))
         one_of("qk_norm", self.qk_norm, (None, "head", "width"))
