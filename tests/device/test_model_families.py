@@ -613,17 +613,21 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    ("model_type", "tied"), [("gemma3", True), ("mistral3", True), ("mistral3", False)]
+    ("model_type", "tied"),
+    [("gemma3", True), ("gemma4", True), ("mistral3", True), ("mistral3", False)],
 )
 def test_the_text_of_a_model_of_text_and_images_gives_its_logits(model_type, tied, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    text_type, settings = CASES["Gemma 3" if model_type == "gemma3" else "Mistral"]
+    names = {"gemma3": "Gemma 3", "gemma4": "Gemma 4", "mistral3": "Mistral"}
+    text_type, settings = CASES[names[model_type]]
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     if model_type == "mistral3":
         vision |= {"model_type": "pixtral", "head_dim": 8}
+    if model_type == "gemma4":
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type,
