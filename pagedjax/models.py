@@ -6,7 +6,7 @@ A model that no built-in family reads has a `Family` of your own (docs/design/mo
 
 from pagedjax.device.layers import Linear
 from pagedjax.device.models import Model
-from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, LayerKind
+from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, LayerHeads, LayerKind
 from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.mixers.mixer import (
     Kept,
@@ -34,6 +34,7 @@ __all__ = [
     "Groups",
     "Kept",
     "Latent",
+    "LayerHeads",
     "LayerKind",
     "Linear",
     "Mixer",

@@ -62,6 +62,7 @@ class Case:
     dtype: str = "bfloat16"
     options: tuple[tuple[str, float], ...] = ()
     name: str = ""
+    sinks: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -71,6 +72,8 @@ class Case:
             self.dtype,
         ]
         words += [name for name, _ in self.options]
+        if self.sinks:
+            words.append("sinks")
         if self.name:
             words.append(self.name)
         return ", ".join(words)
@@ -116,6 +119,7 @@ def cases() -> Iterator[Case]:
     yield Case(8, 2, 256, 16, name="Gemma-2-9B")
     yield Case(12, 1, 64, 16, name="GPT-2")
     yield Case(32, 1, 128, 16, name="Llama-2-7B")
+    yield Case(8, 8, 64, 16, options=(("window", 128),), name="GPT-OSS", sinks=True)
     for d in HEAD_SIZES:
         for dtype in DTYPES:
             for s in BLOCK_SIZES:
@@ -124,6 +128,7 @@ def cases() -> Iterator[Case]:
             yield Case(2, group, d, 16)
         yield Case(4, 4, d, 16, options=(("window", 4096),))
         yield Case(4, 4, d, 16, options=(("soft_cap", 50.0),))
+        yield Case(4, 4, d, 16, sinks=True)
 
 
 def quick(programs: list[Case]) -> list[Case]:
@@ -198,7 +203,8 @@ def lower(function: Any, arguments: Any, target: str) -> Any:
 def arguments_of(case: Case) -> tuple[Any, ...]:
     """Returns the shapes of a layer's arguments.
 
-    They are pages, new keys and values, q, slots, block tables, lengths and cu_q_lens.
+    They are pages, new keys and values, q, slots, block tables, lengths, cu_q_lens, and sinks if the
+    case has some.
     """
     import jax
     import jax.numpy as jnp
@@ -212,6 +218,8 @@ def arguments_of(case: Case) -> tuple[Any, ...]:
     q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
     shapes = (TOKENS,), (ROWS, WIDTH), (ROWS,), (ROWS + 1,)
     numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    if case.sinks:
+        numbers.append(jax.ShapeDtypeStruct((case.heads * case.group,), jnp.float32))
     return (pages, pages, new, new, q, *numbers)
 
 
@@ -229,7 +237,7 @@ def compile_case(
 
     write = partial(kv_write.IMPLS["pallas_tpu"], tiles=tiles)
 
-    def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, cu_q_lens):
+    def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, cu_q_lens, sinks=None):
         k_pages, v_pages = write(k_pages, v_pages, k, v, slots, rows=ROWS)
         options: dict[str, Any] = dict(case.options)
         out = pallas_tpu.paged_attention(
@@ -241,6 +249,7 @@ def compile_case(
             cu_q_lens,
             scale=case.head_size**-0.5,
             tiles=tiles,
+            sinks=sinks,
             **options,
         )
         return k_pages, v_pages, out
@@ -372,7 +381,13 @@ def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
 
     itemsize = jnp.dtype(case.dtype).itemsize
     shape = pallas_tpu.Shape(
-        case.heads, case.group, case.head_size, case.block_size, itemsize, itemsize
+        heads=case.heads,
+        group=case.group,
+        d=case.head_size,
+        s=case.block_size,
+        itemsize=itemsize,
+        query_itemsize=itemsize,
+        has_sinks=case.sinks,
     )
     decodes = {
         kernel: pallas_tpu.decode_sizes(shape, tiles, count) for kernel, count in QUERIES.items()

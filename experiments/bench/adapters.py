@@ -43,7 +43,7 @@ def random_adapter(config: DecoderConfig, name: str, rank: int, seed: int) -> Ad
     rng = np.random.default_rng(seed)
     factors = {}
     for module, places in modules_of(config).items():
-        sizes = [sizes_of(config, place.matrix, place.part) for place in places]
+        sizes = [sizes_of(config, place) for place in places]
         inputs, _ = sizes[0]  # the same for all parts of a module
         outputs = sum(part_outputs for _, part_outputs in sizes)
         a = rng.standard_normal((rank, inputs))

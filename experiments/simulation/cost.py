@@ -407,6 +407,7 @@ def part(shape: Shape, mesh: MeshConfig) -> Shape:
         expert=device.experts.intermediate if device.experts else 0,
         dealt=mesh.expert,
         shared=device.experts.shared if device.experts else 0,
+        kinds=kinds_of(device),
     )
 
 

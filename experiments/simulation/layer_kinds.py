@@ -8,6 +8,8 @@ that, and its operations. The products with weights are those of cost.py.
 | latent attention | one row for all heads | the rows of all tokens |
 | a mixer | what it declares (device/models/mixers) | what it declares |
 
+Layers with heads of their own (`LayerKind.heads`) are kinds of attention with other sizes.
+
 A row of latent attention with few tokens multiplies its queries with the kept rows ("absorbed"). One
 with at least `Latent.expands_from` tokens makes keys and values of all tokens that it sees
 (docs/design/latent-layers.md).
@@ -25,7 +27,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from experiments.simulation.cost import Shape, Work
-    from pagedjax.device.models.decoder import DecoderConfig
+    from pagedjax.device.models.decoder import DecoderConfig, LayerHeads
     from pagedjax.device.models.latent import Latent
     from pagedjax.device.models.mixers.mixer import Mixer
 
@@ -37,25 +39,27 @@ class Kind(NamedTuple):
     window: their queries see the last `window` tokens; None: all.
     mixer: what they have in the place of attention.
     latent: their attention is one of latents, and these are its sizes.
+    heads: their heads; None: those of the model.
     """
 
     layers: tuple[int, ...]
     window: int | None = None
     mixer: Mixer | None = None
     latent: Latent | None = None
+    heads: LayerHeads | None = None
 
 
 def kinds_of(decoder: DecoderConfig) -> tuple[Kind, ...]:
     """The kinds of a decoder's layers; () if all have attention that sees all tokens."""
     layers: dict[Any, list[int]] = {}
     for number, kind in enumerate(decoder.kinds):
-        layers.setdefault((kind.window, kind.mixer), []).append(number)
-    if list(layers) == [(None, None)] and decoder.latent is None:
+        layers.setdefault((kind.window, kind.mixer, kind.heads), []).append(number)
+    if list(layers) == [(None, None, None)] and decoder.latent is None:
         return ()
     return tuple(
         [
-            Kind(tuple(numbers), window, mixer, decoder.latent)
-            for (window, mixer), numbers in layers.items()
+            Kind(tuple(numbers), window, mixer, decoder.latent, heads)
+            for (window, mixer, heads), numbers in layers.items()
         ]
     )
 
@@ -163,11 +167,12 @@ def _cost(shape: Shape, kind: Kind, block_size: int, activation_bytes: float) ->
             long_pair_operations=2 * shape.heads * (latent.query + latent.value),
             expansion=2 * latent.rank * shape.heads * latent.up,
         )
+    sizes = kind.heads or shape
     return LayerCost(
         len(kind.layers),
         window=kind.window,
-        token_bytes=shape.kv_bytes * 2 * shape.kv_heads * shape.head_dim,
-        pair_operations=4 * shape.heads * shape.head_dim,
+        token_bytes=shape.kv_bytes * 2 * sizes.kv_heads * sizes.head_dim,
+        pair_operations=4 * sizes.heads * sizes.head_dim,
     )
 
 
@@ -181,8 +186,6 @@ def mixing_numbers(shape: Shape) -> int:
     """Numbers in the matrices of attention and mixers, all layers together. A gate of a query head
     is one more row for each of its numbers.
     """
-    heads = (2 + shape.gated_attention) * shape.heads + 2 * shape.kv_heads
-    attention = shape.hidden * shape.head_dim * heads
     total = 0
     for kind in shape.kinds or (Kind(tuple(range(shape.layers))),):
         if kind.mixer is not None:
@@ -190,8 +193,16 @@ def mixing_numbers(shape: Shape) -> int:
         elif kind.latent is not None:
             total += len(kind.layers) * latent_numbers(kind.latent, shape.hidden, shape.heads)
         else:
-            total += len(kind.layers) * attention
+            total += len(kind.layers) * _attention_numbers(shape, kind)
     return total
+
+
+def _attention_numbers(shape: Shape, kind: Kind) -> int:
+    """Numbers in the matrices of a layer with keys and values."""
+    sizes = kind.heads or shape
+    products = 1 if kind.heads and kind.heads.shared_values else 2  # of keys, and of values
+    heads = (2 + shape.gated_attention) * sizes.heads + products * sizes.kv_heads
+    return shape.hidden * sizes.head_dim * heads
 
 
 def latent_numbers(latent: Latent, hidden: int, heads: int) -> int:
@@ -228,6 +239,7 @@ def decoder_of(shape: Shape) -> DecoderConfig:
             window=kind.window if kind else None,
             mixer=kind.mixer if kind else None,
             sparse=number < shape.sparse,
+            heads=kind.heads if kind else None,
         )
         for number, kind in enumerate(places)
     ]
@@ -250,6 +262,7 @@ def decoder_of(shape: Shape) -> DecoderConfig:
         ropes=(),
         latent=shape.latent,
         gated=shape.gated,
+        attn_scale=1.0,  # no cost depends on it, and heads of several sizes need one
         attn_gate=shape.gated_attention,
         experts=experts,
     )

@@ -190,6 +190,24 @@ CONFIGS: Mapping[str, Config] = {
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     },
+    # google/gemma-4-31B-it, the text part; every sixth layer sees all tokens
+    "gemma-4-31b": {
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "num_global_key_value_heads": 4,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+    },
     # google/gemma-3-1b-it; every sixth layer sees all tokens
     "gemma-3-1b": {
         "model_type": "gemma3_text",

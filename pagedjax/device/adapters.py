@@ -75,10 +75,12 @@ class Slots(NamedTuple):
 def shapes(config: DecoderConfig, slots: Slots) -> tuple[dict[str, tuple[Any, Any]], ...]:
     """The shapes of a [slots, R, K] and of the packed b, by layer and matrix."""
     pack_low = find(config.linear).pack_low
-    parts = {name: len(ends) for name, ends in config.parts.items()}
     return tuple(
-        {name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in layer.items()}
-        for layer in adapted(config)
+        {
+            name: _shape(matrix, len(config.parts_of(i)[name]), slots, pack_low)
+            for name, matrix in layer.items()
+        }
+        for i, layer in enumerate(adapted(config))
     )
 
 
@@ -142,7 +144,7 @@ def _slot_factors(
         a, b: the factors of all slots.
     """
     slot_a = np.zeros(a.shape[1:], a.dtype)
-    unpacked_b = np.zeros((1, a.shape[1], config.parts[first.matrix][-1]), b.dtype)
+    unpacked_b = np.zeros((1, a.shape[1], _ends(config, first)[-1]), b.dtype)
     for a_place, part_a, b_place, part_b in _places(config, first, a.shape[1], parts):
         slot_a[a_place] = part_a
         unpacked_b[0][b_place] = part_b
@@ -160,8 +162,9 @@ def factors_of_one(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
     for i, (stacked, layer) in enumerate(zip(empty, adapted(config), strict=True)):
         filled = {}
         for name, (a, _) in stacked.items():
-            unpacked_b = jnp.zeros((2, a.shape[1], config.parts[name][-1]), a.dtype)
-            places = _places(config, Part(i, name, 0), a.shape[1], parts)
+            first = Part(i, name, 0)
+            unpacked_b = jnp.zeros((2, a.shape[1], _ends(config, first)[-1]), a.dtype)
+            places = _places(config, first, a.shape[1], parts)
             for a_place, part_a, b_place, part_b in places:
                 a = a.at[1, *a_place].set(part_a.astype(a.dtype))
                 unpacked_b = unpacked_b.at[1, *b_place].set(part_b.astype(a.dtype))
@@ -181,7 +184,7 @@ def _places(
         first: the matrix's part 0.
         rows: R, the padded rank times the number of parts.
     """
-    ends = config.parts[first.matrix]
+    ends = _ends(config, first)
     rank = rows // len(ends)
     for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         factors = parts.get(first._replace(part=i))
@@ -191,10 +194,16 @@ def _places(
             yield (part_rows, slice(a.shape[1])), a, (part_rows, slice(start, end)), b.T
 
 
-def sizes_of(config: DecoderConfig, name: str, part: int) -> tuple[int, int]:
+def _ends(config: DecoderConfig, place: Part) -> tuple[int, ...]:
+    """Where the parts of a matrix end."""
+    return config.parts_of(place.layer)[place.matrix]
+
+
+def sizes_of(config: DecoderConfig, place: Part) -> tuple[int, int]:
     """(inputs, outputs) of a part of a matrix."""
-    first, last = (0, *config.parts[name])[part : part + 2]
-    inputs = {"attn.out": config.attended, "mlp.down": config.intermediate}
+    first, last = (0, *_ends(config, place))[place.part : place.part + 2]
+    attended = config.of_kind(config.kinds[place.layer]).attended
+    inputs = {"attn.out": attended, "mlp.down": config.intermediate}
     if config.latent and config.latent.query_rank:
         inputs["attn.q_up"] = config.latent.query_rank
-    return inputs.get(name, config.hidden), last - first
+    return inputs.get(place.matrix, config.hidden), last - first

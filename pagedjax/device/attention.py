@@ -7,7 +7,7 @@ is "folder/file.py:NAME" or "module:NAME".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +55,8 @@ def choose(
         invariant: the engine is batch-invariant.
         sinks: the model has attention sinks.
         sizes: the keyword arguments of `Implementation.obstacle`. `dtype` is that of the keys and
-            values in the cache.
+            values in the cache. `heads_of_layers` may be in the place of those of heads: such
+            arguments for each size of heads that a layer has. One implementation serves all.
 
     Raises:
         ValueError: the implementation `name` cannot serve this cache on this device; the message
@@ -66,17 +67,29 @@ def choose(
         if reason:
             raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
     if name is None:
-        return next(impl for impl in DEFAULTS if not find(impl).obstacle(device, **sizes))
+        return next(impl for impl in DEFAULTS if not _obstacle(find(impl), device, **sizes))
     if sinks and not find(name).takes_sinks:
         able = ", ".join(repr(impl.name) for impl in IMPLS.values() if impl.takes_sinks)
         raise ValueError(
             f"attention_impl {name!r} takes no sinks, and the model has a sink in each head; those "
             f"that take them: {able} (one of your own says so with takes_sinks=True)"
         )
-    obstacle = find(name).obstacle(device, **sizes)
+    obstacle = _obstacle(find(name), device, **sizes)
     if obstacle:
         raise ValueError(f"attention_impl {name!r} {obstacle}; 'xla' has no such limit")
     return name
+
+
+def _obstacle(
+    impl: Implementation,
+    device: Any,
+    *,
+    heads_of_layers: Sequence[Mapping[str, int]] = ({},),
+    **sizes: Any,
+) -> str:
+    """Returns the first obstacle of an implementation among those of all sizes of heads."""
+    reasons = [impl.obstacle(device, **sizes, **heads) for heads in heads_of_layers]
+    return next(filter(None, reasons), "")
 
 
 def _not_invariant(name: Any, device: Any, **sizes: Any) -> str:
@@ -87,7 +100,7 @@ def _not_invariant(name: Any, device: Any, **sizes: Any) -> str:
     if not impl.invariant:
         names = ", ".join(repr(impl.name) for impl in IMPLS.values() if impl.invariant)
         return f"attention_impl {name!r} has no batch-invariant form; those that have one: {names}"
-    obstacle = impl.obstacle(device, **sizes)
+    obstacle = _obstacle(impl, device, **sizes)
     if obstacle:
         return f"attention_impl {impl.name!r}, which has a batch-invariant form, {obstacle}"
     return ""
@@ -98,6 +111,15 @@ def page_row(impl: str | None, head_dim: int) -> int:
     implementation needs it.
     """
     return find(impl or "xla").page_row(head_dim)
+
+
+def pages_of_heads(attend: Attend, memory: jax.Array, kv_heads: int, head_dim: int) -> jax.Array:
+    """Returns memory of blocks as pages of K heads of D numbers: [P, 1, S, n K D], which n layers
+    share, as [P n, K, S, D], or in rows of several tokens. Page `i n + j` is part j of block i.
+    """
+    row = attend.impl.page_row(head_dim) if isinstance(attend, Bound) else head_dim
+    rows = memory.shape[2] * head_dim // row
+    return memory.reshape(-1, kv_heads, rows, row)
 
 
 def page_dtype(impl: str | None, dtype: str, *, words: bool = False) -> str:

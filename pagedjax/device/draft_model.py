@@ -92,7 +92,8 @@ def of_decoder(model: Model) -> DraftModel:
     different sizes.
 
     Raises:
-        ValueError: it is on a mesh (a drafter has a copy on each device), or keeps latents.
+        ValueError: it is on a mesh (a drafter has a copy on each device), keeps latents, or has
+            layers with heads of their own.
     """
     if model.placement:
         raise ValueError(
@@ -102,6 +103,12 @@ def of_decoder(model: Model) -> DraftModel:
         raise ValueError(
             f"the draft model keeps latents (rows of {model.config.latent.row} numbers), and the "
             "pages of a draft model are keys and values; use one with usual attention, or "
+            "speculative.method='ngram'"
+        )
+    if model.config.has_layer_heads:
+        raise ValueError(
+            "the draft model has layers with heads of several sizes, and the pages of a draft model "
+            "are keys and values of one size; use one whose layers have the same heads, or "
             "speculative.method='ngram'"
         )
     return DraftModel(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device.checks import check_shape
-from pagedjax.device.layer_groups import LayerGroups
+from pagedjax.device.layer_groups import LayerGroups, PagePart
 from pagedjax.device.linear import LowRank
 
 if TYPE_CHECKING:
@@ -151,10 +151,23 @@ class GroupTables(Extra):
         if not self.layout.attention[layer]:
             return batch.having(self._tables_of(batch, layer), GroupTables)
         batch = batch.without(GroupTables)
-        if group == 0:
+        if group > 0:
+            batch = batch._replace(
+                slots=self.slots[group - 1], block_tables=self.block_tables[group - 1]
+            )
+        if not self.layout.parts or self.layout.parts[layer].count == 1:
             return batch
+        return self._in_parts(batch, self.layout.parts[layer])
+
+    def _in_parts(self, batch: Batch, part: PagePart) -> Batch:
+        """The batch with the pages of a part of each block in the place of blocks."""
+        size = self.layout.block_size
+        block = batch.slots // size
+        slots = (block * part.count + part.index) * size + batch.slots % size
         return batch._replace(
-            slots=self.slots[group - 1], block_tables=self.block_tables[group - 1]
+            # padding stays in the first page, which no sequence owns
+            slots=jnp.where(block > 0, slots, batch.slots),
+            block_tables=batch.block_tables * part.count + part.index,
         )
 
     def _tables_of(self, batch: Batch, layer: int) -> LayerTables:

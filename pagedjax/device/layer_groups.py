@@ -3,9 +3,10 @@
 Every group has the same number n of pages of a block, so a block of the pool fits any group: it has
 n pages, in n arrays of the cache. A layer of attention has one page, with the keys and values of S
 tokens. A layer that keeps something else (mixers/mixer.py) has as many pages of that size as it
-needs. Layers of one group have one window. Where the pages of a kind do not divide by n, the last
-group of the kind has fewer and leaves the rest of its blocks unused, as in vLLM's hybrid manager of
-the KV cache.
+needs. A layer whose heads are smaller than a page has a *part* of one, and layers of its window
+have the other parts. Layers of one group have one window. Where the pages of a kind do not divide
+by n, the last group of the kind has fewer and leaves the rest of its blocks unused, as in vLLM's
+hybrid manager of the KV cache.
 """
 
 from __future__ import annotations
@@ -24,11 +25,20 @@ class LayerPages(NamedTuple):
     window: how many tokens its queries see; None: all.
     pages: of each block.
     attention: whether its pages are keys and values.
+    parts: how many such layers one page has room for.
     """
 
     window: int | None
     pages: int = 1
     attention: bool = True
+    parts: int = 1
+
+
+class PagePart(NamedTuple):
+    """Which part of its page a layer has: part `index` of `count` equal ones."""
+
+    index: int
+    count: int
 
 
 @jax.tree_util.register_static
@@ -44,6 +54,8 @@ class LayerGroups:
         pages: for each layer, how many pages it has.
         attention: for each layer, whether its pages are keys and values.
         size: pages of a group (n).
+        parts: for each layer, its part of its page; (): all layers have whole pages.
+        block_size: tokens of a block; 0: all layers have whole pages.
     """
 
     windows: tuple[int | None, ...]
@@ -51,29 +63,44 @@ class LayerGroups:
     pages: tuple[int, ...]
     attention: tuple[bool, ...]
     size: int
+    parts: tuple[PagePart, ...] = ()
+    block_size: int = 0
 
 
-def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
+def layer_groups(layers: Sequence[LayerPages], block_size: int = 0) -> LayerGroups:
     """Groups for these layers.
 
-    n is the number of layers of the rarest kind of attention: what other layers keep is given back
+    n is the number of pages of the rarest kind of attention: what other layers keep is given back
     after two blocks, so their unused pages are few.
+
+    Args:
+        block_size: as in `LayerGroups`.
     """
     layers_of: dict[int | None, list[int]] = {}
     for number, layer in enumerate(layers):
         layers_of.setdefault(layer.window, []).append(number)
     # no window first, then the largest windows first
     ordered = sorted(layers_of, key=lambda window: (window is not None, -(window or 0)))
-    with_attention = Counter(layer.window for layer in layers if layer.attention)
-    size = min(with_attention.values(), default=len(layers))
+    with_attention = Counter((layer.window, layer.parts) for layer in layers if layer.attention)
+    pages_of_windows: Counter[int | None] = Counter()
+    for (window, parts), count in with_attention.items():
+        pages_of_windows[window] += -(-count // parts)
+    size = min(pages_of_windows.values(), default=len(layers))
     places: dict[int, tuple[int, int]] = {}
+    page_parts: dict[int, PagePart] = {}
     group_windows: list[int | None] = []
     for window in ordered:
         used = [0] * size  # groups of this window in which each array has a page
+        free_parts: dict[int, list[tuple[tuple[int, int], PagePart]]] = {}  # by their count
         for number in layers_of[window]:
-            array = used.index(min(used))
-            places[number] = (len(group_windows) + used[array], array)
-            used[array] += layers[number].pages
+            layer = layers[number]
+            free = free_parts.setdefault(layer.parts, [])
+            if not free:
+                array = used.index(min(used))
+                place = (len(group_windows) + used[array], array)
+                used[array] += layer.pages
+                free += [(place, PagePart(part, layer.parts)) for part in range(layer.parts)]
+            places[number], page_parts[number] = free.pop(0)
         group_windows += [window] * max(used)
     return LayerGroups(
         windows=tuple(group_windows),
@@ -81,6 +108,8 @@ def layer_groups(layers: Sequence[LayerPages]) -> LayerGroups:
         pages=tuple([layer.pages for layer in layers]),
         attention=tuple([layer.attention for layer in layers]),
         size=size,
+        parts=tuple([page_parts[number] for number in range(len(layers))]) if block_size else (),
+        block_size=block_size,
     )
 
 

@@ -160,6 +160,12 @@ def values(param: nnx.Param | None) -> jax.Array | None:
     return None if param is None else param[...]
 
 
+def rms_normed(x: jax.Array, eps: float) -> jax.Array:
+    """x [..., H] with an RMS norm without a weight over its last axis, in float32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(row_means(y * y) + eps)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Zhang & Sennrich 2019, over the last axis of x [..., H], in float32.
 

@@ -96,11 +96,23 @@ class Rope:
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     """Turn the pairs (i, i + D / 2) of each head: x [T, N, D], angles [2, T, D / 2] from
     `Rope.table` -> [T, N, D].
+
+    Where layers have heads of several sizes, one table has the angles of all: a head with fewer
+    pairs does not use its end, and pairs behind the table are not turned.
     """
-    check_shape("angles", angles, (2, x.shape[0], x.shape[2] // 2))
+    pairs = x.shape[2] // 2
+    turned = min(pairs, angles.shape[2])
+    check_shape("angles", angles, (2, x.shape[0], None))
+    if turned < angles.shape[2]:
+        angles = angles[:, :, :turned]
     cos, sin = angles[:, :, None]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    if turned == pairs:
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    first, first_rest = a[..., :turned], a[..., turned:]
+    second, second_rest = b[..., :turned], b[..., turned:]
+    halves = first * cos - second * sin, first_rest, second * cos + first * sin, second_rest
+    return jnp.concatenate(halves, axis=-1).astype(x.dtype)
 
 
 def pair_order(head_dim: int, rotated: int | None = None, interleaved: bool = False) -> list[int]:

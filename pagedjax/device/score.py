@@ -125,12 +125,13 @@ def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
     layers = adapters.adapted(c)
     for place, (a, b) in parts.items():
         matrices = layers[place.layer] if 0 <= place.layer < c.layers else {}
-        if place.matrix not in matrices or not 0 <= place.part < len(c.parts[place.matrix]):
+        ends = c.parts_of(place.layer)[place.matrix] if place.matrix in matrices else ()
+        if not 0 <= place.part < len(ends):
             raise ValueError(
                 f"adapter has factors at {place}, and none belong there in this model; layers 0 to "
                 f"{c.layers - 1} have {', '.join(layers[0])}"
             )
-        inputs, outputs = adapters.sizes_of(c, place.matrix, place.part)
+        inputs, outputs = adapters.sizes_of(c, place)
         if np.ndim(a) != 2 or a.shape[1] != inputs or b.shape != (outputs, len(a)):
             shapes = f"a {list(a.shape)} and b {list(b.shape)}"
             raise ValueError(
@@ -157,9 +158,7 @@ def _batch_invariant(module: Decoder) -> Decoder:
         sinks=c.sinks,
         dtype=dtype,
         query_dtype=dtype,
-        head_dim=c.head_dim,
-        kv_heads=c.kv_heads,
-        heads=c.heads,
+        heads_of_layers=c.heads_of_layers,
         block_size=c.max_len,
     )
     impl = linear.DIFFERENTIABLE if c.linear == "xla" else c.linear

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from pagedjax.device.attention import IMPLS, Attend, Bound, Implementation, weights_of
 from pagedjax.device.batch import Batch
-from pagedjax.device.cache import BlockSizes, init, kv_pages
+from pagedjax.device.cache import BlockSizes, PageShapes, init, kv_pages
 from pagedjax.device.extras import Factors, TokenAdapters, WholeSequences
-from pagedjax.device.models.decoder import Decoder
+from pagedjax.device.models.decoder import Decoder, LayerKind
 
 
 def packed(tokens: jax.Array) -> Batch:
@@ -142,7 +142,12 @@ def hidden(
     """
     c = module.config
     b, s = tokens.shape
-    of_attention = kv_pages(BlockSizes(s, c.kv_heads, c.head_dim, module.dtype, c.head_dim))
+
+    def pages_of(kind: LayerKind) -> PageShapes:
+        layer = c.of_kind(kind)
+        sizes = BlockSizes(s, layer.kv_heads, layer.head_dim, module.dtype, layer.head_dim)
+        return {} if kind.mixer else kv_pages(sizes)
+
     # only their shapes are used
     pages = init(
         layers=c.layers,
@@ -151,7 +156,7 @@ def hidden(
         kv_heads=c.kv_heads,
         head_dim=c.head_dim,
         dtype=module.dtype,
-        layer_pages=[{} if kind.mixer else of_attention for kind in c.kinds],
+        layer_pages=[pages_of(kind) for kind in c.kinds],
     )
     batch = packed(tokens)
     if adapter is not None:

@@ -183,8 +183,9 @@ def check(table: AdapterTable, adapter: Adapter) -> None:
             f"{table.slots.rank}; set max_lora_rank={adapter.rank}"
         )
     for place, (a, b) in adapter.parts.items():
-        inputs, outputs = adapters.sizes_of(table.config, place.matrix, place.part)
-        exists = place.layer < len(table.factors) and place.matrix in table.factors[place.layer]
+        matrices = table.factors[place.layer] if place.layer < len(table.factors) else {}
+        exists = place.matrix in matrices
+        inputs, outputs = adapters.sizes_of(table.config, place) if exists else (0, 0)
         rank = len(a)
         if not exists or a.shape != (rank, inputs) or b.shape != (outputs, rank):
             part = f"part {place.part} of {place.matrix} of layer {place.layer}"

@@ -174,13 +174,16 @@ def layers_in_groups(
             sequence counts as none.
     """
     layers = _layers(config, model.part, model.dtype)
+    has_parts = model.config.has_layer_heads
+    block_size = config.block_size if has_parts else 0
     are_alike = len({layer.window for layer in layers}) == 1 and all(
         layer.attention for layer in layers
     )
     if draft is None or not _mixers(draft.layers):
-        return Layouts(None if are_alike else layer_groups(layers))
+        is_one_table = are_alike and not has_parts
+        return Layouts(None if is_one_table else layer_groups(layers, block_size))
     layers_of_draft = _layers(config, draft.layers, draft.dtype)
-    return Layouts(*beside(layer_groups(layers), layer_groups(layers_of_draft)))
+    return Layouts(*beside(layer_groups(layers, block_size), layer_groups(layers_of_draft)))
 
 
 def check_layers(config: EngineConfig, model: Model, draft: DraftModel | None = None) -> None:
@@ -191,6 +194,7 @@ def check_layers(config: EngineConfig, model: Model, draft: DraftModel | None = 
         check_batch_invariant(model.config)
     _check_mixers(config, model, draft)
     _check_latents(config, model)
+    _check_layer_heads(config, model)
 
 
 def _check_latents(config: EngineConfig, model: Model) -> None:
@@ -202,6 +206,15 @@ def _check_latents(config: EngineConfig, model: Model) -> None:
         raise ValueError(
             f"{subject}, of which no blocks are selected yet, and kv_policy is "
             f"{config.kv_policy.name!r}; use kv_policy='full' or 'streaming'"
+        )
+
+
+def _check_layer_heads(config: EngineConfig, model: Model) -> None:
+    """Raises ValueError for a KV policy: its rows of attention have blocks, and not parts of them."""
+    if model.config.has_layer_heads and isinstance(config.kv_policy, KVPolicyOptions):
+        raise ValueError(
+            "the model's layers have heads of several sizes, and kv_policy is "
+            f"{config.kv_policy.name!r}, which reads one size; use kv_policy='full'"
         )
 
 
@@ -276,6 +289,8 @@ def views(config: EngineConfig, model: Model, draft: DraftModel | None = None) -
         windows_of_groups: tuple[int | None, ...] = (window,)
     else:
         windows_of_groups = layout.windows
+        if windows_of_groups == (None,):
+            return ()
     return tuple(
         [
             View(kv_policies.window_blocks(window, config.block_size) if window else None)
@@ -338,6 +353,8 @@ def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[Layer
         config.block_size, part.kv_heads, part.head_dim, page_dtype, part.head_dim
     )
 
+    page_numbers = part.page_numbers
+
     def freeing_window(window: int | None) -> int | None:
         if keeps_all or not window:
             return None
@@ -345,7 +362,8 @@ def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[Layer
 
     def pages_of(kind: LayerKind) -> LayerPages:
         if kind.mixer is None:
-            return LayerPages(None if _has_draft_model(config) else freeing_window(kind.window))
+            window = None if _has_draft_model(config) else freeing_window(kind.window)
+            return LayerPages(window, parts=page_numbers // part.of_kind(kind).token_numbers)
         pages = kind.mixer.pages(part, sizes, dtype)
         window = freeing_window(kind.mixer.window(config.block_size))
         return LayerPages(window, pages, attention=False)
@@ -408,6 +426,9 @@ def block_shape(
         dtype=attention.page_dtype(impl, dtype, words=has_mixers),
         row=attention.page_row(impl, part.head_dim),
     )
+    if part.has_layer_heads:  # memory that layers with heads of several sizes have parts of
+        numbers = part.page_numbers
+        sizes = sizes._replace(kv_heads=devices, head_dim=numbers, row=numbers)
     return {
         **sizes._asdict(),
         "layers": layouts.model.size if layouts.model else part.layers,

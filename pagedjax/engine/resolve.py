@@ -136,9 +136,7 @@ def _attention_impl(
     device_part = model.part
     sizes: dict[str, Any] = {
         "block_size": config.block_size,
-        "head_dim": model.config.head_dim,
-        "kv_heads": device_part.kv_heads,
-        "heads": device_part.heads,
+        "heads_of_layers": device_part.heads_of_layers,
     }
     options = {"invariant": invariant, "sinks": model.config.sinks}
     impl = attention.choose(config.attention_impl, device, **options, **dtypes, **sizes)
@@ -155,7 +153,12 @@ def _attention_impl(
             )
         # each key head selects its own blocks, so attention is called for one key head at a time
         group = device_part.heads // device_part.kv_heads
-        one_key_head: dict[str, Any] = sizes | {"kv_heads": 1, "heads": group}
+        one_key_head: dict[str, Any] = {
+            "block_size": config.block_size,
+            "head_dim": model.config.head_dim,
+            "kv_heads": 1,
+            "heads": group,
+        }
         try:
             attention.choose(impl, device, invariant=invariant, **dtypes, **one_key_head)
         except ValueError as error:
@@ -168,9 +171,7 @@ def _attention_impl(
         "dtype": kv_dtype,
         "query_dtype": draft.dtype,
         "block_size": config.block_size,
-        "head_dim": draft.layers.head_dim,
-        "kv_heads": draft.layers.kv_heads,
-        "heads": draft.layers.heads,
+        "heads_of_layers": draft.layers.heads_of_layers,
         "sinks": draft.layers.sinks,
     }
     try:

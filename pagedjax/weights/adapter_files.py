@@ -240,7 +240,7 @@ def _without_prefix(module: str) -> str:
 
 def _sizes(config: DecoderConfig, places: Sequence[Part]) -> tuple[int, list[int]]:
     """The inputs of a matrix in transformers, and the outputs of each of our parts of it."""
-    sizes = [sizes_of(config, place.matrix, place.part) for place in places]
+    sizes = [sizes_of(config, place) for place in places]
     return sizes[0][0], [outputs for _, outputs in sizes]
 
 
@@ -272,7 +272,7 @@ def row_orders(config: DecoderConfig) -> dict[str, np.ndarray]:
         order = np.asarray(entry.order)
         ends = [len(order)]
         if len(entry.sources) > 1:
-            ends = np.cumsum([sizes_of(config, part.matrix, part.part)[1] for part in parts])
+            ends = np.cumsum([sizes_of(config, part)[1] for part in parts])
         for source, start, end in zip(entry.sources, (0, *ends), ends, strict=False):
             orders[source.removesuffix(".weight")] = order[start:end] - start
     return orders
@@ -286,7 +286,8 @@ def _entries(config: DecoderConfig) -> Iterator[tuple[ParamSource, list[Part]]]:
         matrix = ".".join(entry.path[2:-1])
         if entry.path[-1] != "weight" or matrix not in config.parts:
             continue
-        parts = [Part(int(entry.path[1]), matrix, i) for i in range(len(config.parts[matrix]))]
+        layer = int(entry.path[1])
+        parts = [Part(layer, matrix, i) for i in range(len(config.parts_of(layer)[matrix]))]
         if len(entry.sources) not in (1, len(parts)):
             raise ValueError(
                 f"adapters are for Llama's matrices with a gated MLP, and {matrix} of this model "

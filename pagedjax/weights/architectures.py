@@ -108,6 +108,23 @@ GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+GEMMA4_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    # the second one where a config says nothing of rotations
+    "partial_rotary_factor": 1.0,
+    "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_key_value_heads": 4,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "final_logit_softcapping": None,
+}
 OLMO_DEFAULTS = LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5}
 QWEN_MOE_DEFAULTS = {
     "decoder_sparse_step": 1,
@@ -277,6 +294,24 @@ _BUILT_IN = (
             | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
             nullable=CAPS,
             gguf=gguf_architectures.GEMMA3,
+        ),
+    ),
+    _built_in(
+        "gemma4_text",
+        "gemma4",
+        Architecture(
+            GEMMA4_DEFAULTS
+            | {"sliding_window": 512, "hidden_size_per_layer_input": 256}
+            | {"enable_moe_block": False, "use_bidirectional_attention": None},
+            nullable=("final_logit_softcapping", "use_bidirectional_attention"),
+        ),
+    ),
+    _built_in(
+        "gemma4_unified_text",
+        "gemma4",
+        Architecture(
+            GEMMA4_DEFAULTS | {"sliding_window": 1024, "use_bidirectional_attention": "vision"},
+            nullable=("final_logit_softcapping", "use_bidirectional_attention"),
         ),
     ),
     _built_in(
@@ -502,7 +537,7 @@ FAMILIES = {family.model_type: family for family in _BUILT_IN}
 
 
 class Composite(NamedTuple):
-    """A model of text and images. Only its text model is read.
+    """A model of text and images, or of sounds too. Only its text model is read.
 
     text: the `model_type` of the text model if text_config does not name one.
     defaults: the values that transformers uses for other keys that text_config lacks.
@@ -512,6 +547,13 @@ class Composite(NamedTuple):
     defaults: Mapping[str, Any]
 
 
+GEMMA4_SIZES = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}
 COMPOSITES = {
     "gemma3": Composite(
         "gemma3_text",
@@ -524,6 +566,10 @@ COMPOSITES = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "gemma4": Composite("gemma4_text", GEMMA4_SIZES | {"max_position_embeddings": 131_072}),
+    "gemma4_unified": Composite(
+        "gemma4_unified_text", GEMMA4_SIZES | {"max_position_embeddings": 262_144}
+    ),
     "mistral3": Composite("mistral", {}),
     "qwen3_5": Composite("qwen3_5_text", {}),
     "qwen3_5_moe": Composite("qwen3_5_moe_text", {}),
@@ -534,11 +580,15 @@ TEXT_STARTS = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-IMAGE_STARTS = tuple(
-    f"{prefix}{part}."
-    for prefix in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual")
+OTHER_PARTS = (
+    "vision_tower",
+    "multi_modal_projector",
+    "visual",
+    "embed_vision",
+    "audio_tower",
+    "embed_audio",
 )
+IMAGE_STARTS = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in OTHER_PARTS)
 # keys beside text_config, in the config of the composite, that hold for its text model
 SHARED_KEYS = "eos_token_id", "tie_word_embeddings", "quantization_config"
 

@@ -62,6 +62,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+# what `rope_parameters` has for each kind of layers
+OLDER_ROPE_KEYS = "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"
 Read = Callable[[ParamSource], np.ndarray]  # returns the finished parameter on the host
 
 
@@ -403,6 +405,10 @@ def write_side_files(
         theta = config["rope_theta"]
         full = {"rope_type": "default", "rope_theta": theta, **(config["rope_scaling"] or {})}
         sliding = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"] or theta}
+        if "partial_rotary_factor" in config:  # a model whose keys have no older names
+            full.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+            for key in OLDER_ROPE_KEYS:
+                del config[key]
         config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
     if quantization:
         config["quantization_config"] = quantization

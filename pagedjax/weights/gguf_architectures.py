@@ -7,6 +7,7 @@ read, and the defaults of keys that are not there), gguf-py's constants.py (name
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,6 +125,7 @@ def rope_scaling(keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
     if factor is None:  # the key's name in older files
         factor = keys.optional("rope.scale_linear")
         kind = kind if factor is None else "linear"
+    _check_temperature(keys, kind)
     if "rope_freqs.weight" in tensors:
         if kind != "none":
             raise ValueError(
@@ -144,7 +146,6 @@ def rope_scaling(keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
     scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
     renamed = {
         "original_context_length": "original_max_position_embeddings",
-        "attn_factor": "attention_factor",
         "yarn_attn_factor": "attention_factor",
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
@@ -153,7 +154,35 @@ def rope_scaling(keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
         value = keys.optional(f"rope.scaling.{gguf_name}")
         if value is not None:
             scaling[hf_name] = value
+    if kind == "yarn":
+        scaling |= _temperature(keys, scaling)
     return scaling
+
+
+def _check_temperature(keys: Keys, kind: str) -> None:
+    """Raises ValueError for a temperature of scores in a file whose scaling has none here."""
+    value = keys.optional("rope.scaling.attn_factor", 1.0)
+    if value != 1 and kind not in ("yarn", "longrope"):
+        raise ValueError(
+            f"{keys.path}: {keys.architecture}.rope.scaling.attn_factor is {value!r}, and the type "
+            f"of scaling is {kind!r}; it is read beside 'yarn' and 'longrope' alone"
+        )
+
+
+def _temperature(keys: Keys, scaling: Mapping[str, Any]) -> dict[str, float]:
+    """The entries of the temperature of YaRN in llama.cpp (src/llama-context.cpp): the usual one
+    for the factor, divided by that of the logarithm's multiplier, times `attn_factor`. A file that
+    states the whole temperature (`yarn_attn_factor`) has no use for the multiplier.
+    """
+    multiplier = keys.optional("rope.scaling.yarn_log_multiplier") or 0.0
+    times = keys.optional("rope.scaling.attn_factor", 1.0)
+    stated = scaling.get("attention_factor")
+    if stated is None and times == 1:
+        return {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+    if stated is None:
+        logarithm = 0.1 * math.log(max(1.0, scaling["factor"]))
+        stated = (logarithm + 1) / (multiplier * logarithm + 1)
+    return {"attention_factor": stated * times}
 
 
 def unchanged(name: str, config: Mapping[str, Any]) -> None:

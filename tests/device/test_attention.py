@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import chex
@@ -150,6 +151,20 @@ def test_default_on_a_gpu_is_the_kernels_for_hopper_where_they_can_serve(
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     device = Device("gpu", "an NVIDIA GPU", capability)
     assert attention.choose(None, device, dtype=dtype, **SIZES | {"query_dtype": dtype}) == expected
+
+
+def test_one_implementation_serves_heads_of_all_sizes(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    device = Device("gpu", "an NVIDIA GPU", "9.0")
+    kind = {"dtype": "bfloat16", "query_dtype": "bfloat16", "block_size": 16}
+    narrow, wide = ({"heads": 8, "kv_heads": 2, "head_dim": size} for size in (128, 512))
+    choose = partial(attention.choose, device=device, **kind)
+    assert choose(None, heads_of_layers=[narrow]) == "pallas_gpu"
+    assert choose(None, heads_of_layers=[narrow, wide]) == "xla"
+    with refused(
+        "attention_impl 'pallas_gpu' needs a head size of .*, and it is 512; 'xla' has no"
+    ):
+        choose("pallas_gpu", heads_of_layers=[narrow, wide])
 
 
 def test_every_implementation_is_a_record_under_its_name():

@@ -82,6 +82,19 @@ QWEN_HYBRID = BODY | {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+# heads of two sizes; two layers that see all tokens have parts of one page
+GEMMA_4 = BODY | {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "sliding_window": 16,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 10.0,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0],
@@ -141,6 +154,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             }
         },
+    ),
+    "Gemma 4": ("gemma4_text", GEMMA_4),
+    "Gemma 4, wide heads, biases, stretched": (
+        "gemma4_text",
+        GEMMA_4
+        | {"num_key_value_heads": 2, "global_head_dim": 48, "attention_k_eq_v": False}
+        | {"attention_bias": True, "tie_word_embeddings": False, "final_logit_softcapping": None}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e5,
+                    "partial_rotary_factor": 0.75,
+                    "factor": 4.0,
+                },
+            }
+        },
+    ),
+    "Gemma 4 unified, equal heads": (
+        "gemma4_unified_text",
+        {key: value for key, value in GEMMA_4.items() if key != "hidden_size_per_layer_input"}
+        | {"num_hidden_layers": 2, "layer_types": None, "global_head_dim": 16}
+        | {"num_global_key_value_heads": None, "attention_k_eq_v": False},
     ),
     "LFM2": (
         "lfm2",
@@ -341,6 +378,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The programs of a mesh take the most time, and what a mesh splits is the same for the others.
 ON_A_MESH = (
+    "Gemma 4",
     "Qwen3-Next",
     "Granite 4 Hybrid with experts",
     "Qwen3.5",
@@ -363,6 +401,8 @@ ON_A_MESH = (
     "GLM-4",
 )
 CONVERTED = (
+    "Gemma 4",
+    "Gemma 4, wide heads, biases, stretched",
     "Qwen3-Next",
     "Qwen3.5 MoE",
     "Granite 4 Hybrid with experts",
@@ -392,6 +432,7 @@ WITHOUT_ATTENTION = (  # in some of their layers; those of few layers
     "Granite 4 Hybrid with experts",
 )
 IN_16_BITS = (
+    "Gemma 4",
     "Qwen3-Next",  # of Qwen3.5 MoE, 16 bits choose other experts for some tokens, as of groups of V3
     "Granite 4 Hybrid with experts",
     "Llama 2",
@@ -439,7 +480,8 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
                     0, 0.5 if "embed" in name or "wte" in name else parameter.shape[-1] ** -0.5
                 )
             elif name in FINAL:  # of both signs, or a tied model would say its last token again
-                parameter.normal_(-1.0 if model_type.startswith("gemma") else 0.0)
+                adds_one = model_type in ("gemma2", "gemma3_text")
+                parameter.normal_(-1.0 if adds_one else 0.0)
             elif name.endswith("sinks"):  # below scores, among them and above
                 parameter.normal_(0.0, 2.0)
             else:
@@ -447,6 +489,8 @@ def saved(request, tmp_path_factory) -> tuple[Path, Any]:
         for name, buffer in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):  # they decide
                 buffer.normal_(0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     folder = tmp_path_factory.mktemp("saved") / request.param
     theirs.save_pretrained(folder)
     write_tokenizer(folder, 320)
@@ -569,17 +613,21 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    ("model_type", "tied"), [("gemma3", True), ("mistral3", True), ("mistral3", False)]
+    ("model_type", "tied"),
+    [("gemma3", True), ("gemma4", True), ("mistral3", True), ("mistral3", False)],
 )
 def test_the_text_of_a_model_of_text_and_images_gives_its_logits(model_type, tied, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    text_type, settings = CASES["Gemma 3" if model_type == "gemma3" else "Mistral"]
+    names = {"gemma3": "Gemma 3", "gemma4": "Gemma 4", "mistral3": "Mistral"}
+    text_type, settings = CASES[names[model_type]]
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     if model_type == "mistral3":
         vision |= {"model_type": "pixtral", "head_dim": 8}
+    if model_type == "gemma4":
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type,
@@ -720,6 +768,25 @@ REAL = {
     ),
     "Gemma-2-2B": ("gemma2", shape(26, 2304, 9216, 8, 4, 256000), 2_614_341_888, 106_496),
     "Gemma-3-1B": ("gemma3_text", shape(26, 1152, 6912, 4, 1, 262144), 999_885_952, 26_624),
+    "Gemma-4-31B, the text": (
+        "gemma4",
+        {
+            "text_config": shape(
+                60,
+                5376,
+                21504,
+                32,
+                16,
+                262144,
+                num_global_key_value_heads=4,
+                attention_k_eq_v=True,
+                hidden_size_per_layer_input=0,
+                sliding_window=1024,
+            )
+        },
+        30_697_345_340,
+        50 * 16_384 + 10 * 8192,
+    ),
     "Mixtral-8x7B": ("mixtral", shape(32, 4096, 14336, 32, 8, 32000), 46_702_792_704, 131_072),
     "Gemma-3-4B, the text": (
         "gemma3",
@@ -808,11 +875,12 @@ def test_real_models_have_their_published_size_and_cache(name):
     _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
     assert shapes == {".".join(entry.path): entry.shape for entry in table}
-    sizes = cache.BlockSizes(1, c.kv_heads, c.head_dim, "bfloat16", c.head_dim)
+    of_layers = [c.of_kind(kind) for kind in c.kinds]
+    sizes = [cache.BlockSizes(1, x.kv_heads, x.head_dim, "bfloat16", x.head_dim) for x in of_layers]
     slot = cache.block_bytes(
         layers=c.layers,
-        layer_pages=[Block.pages(c, kind, sizes) for kind in c.kinds],
-        **(sizes._asdict()),
+        layer_pages=[Block.pages(c, *pair) for pair in zip(c.kinds, sizes, strict=True)],
+        **(sizes[0]._asdict()),
     )
     assert slot - cache.TOKEN_BYTES == cached
 
@@ -835,6 +903,8 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
         del sizes["num_key_value_heads"]
     if model_type == "deepseek_v2":  # null in its class
         sizes["num_experts_per_tok"] = 6
+    if model_type == "gemma4_text":  # whose default is not supported
+        sizes["hidden_size_per_layer_input"] = 0
     class_name = {"kimi_k2": "deepseek_v3"}.get(model_type, model_type)  # its config is that of V3
     full = AutoConfig.for_model(class_name, **sizes).to_dict()
     if full.get("head_dim") == 4096 // 32:
@@ -933,3 +1003,51 @@ def test_a_gemma_names_the_stretched_context_itself():
 def test_a_hybrid_or_deepseek_that_cannot_be_honoured_is_refused(name, change, message):
     with refused(message):
         config_of(name, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"hidden_size_per_layer_input": 256},
+            r"hidden_size_per_layer_input is 256; embeddings of each layer \(Gemma 4 E2B and E4B\) "
+            "are not supported yet. Dense models of Gemma 4 with hidden_size_per_layer_input = 0",
+        ),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; layers that read the keys of"),
+        (
+            {"enable_moe_block": True},
+            r"enable_moe_block is True; experts beside an MLP \(Gemma 4 26B",
+        ),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; text is"),
+        ({"hidden_activation": "relu"}, "hidden_activation is 'relu'; Gemma uses"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "the rotation of full_attention has rope_type 'yarn'; Gemma 4 here has 'default', or",
+        ),
+        (
+            {"per_layer_config": {"1": {"head_dim": 24}}},
+            "per_layer_config gives layer 3 .*'head_dim': 16.* layers of one type have the same heads",
+        ),
+        (
+            {"per_layer_config": {"1": {"intermediate_size": 24}}},
+            "per_layer_config gives layer 1 intermediate_size = 24; here it may have head_dim and",
+        ),
+        (
+            {"per_layer_config": {"5": {"head_dim": 24}}},
+            "per_layer_config is {'5': .*}; it must have an object for each of some layers, whose "
+            "numbers are 0 to 4",
+        ),
+        ({"num_global_key_value_heads": 3}, r"kinds\[1\] has 4 query heads and 3 key heads"),
+        ({"global_head_dim": 6}, "0 of the 6 numbers of a head are rotated; both must be even"),
+    ],
+)
+def test_a_gemma_4_that_cannot_be_honoured_is_refused(change, message):
+    with refused(message):
+        config_of("Gemma 4", **change)
+
+
+def test_a_gemma_4_without_a_size_of_its_embeddings_has_the_refused_default():
+    settings = {k: v for k, v in GEMMA_4.items() if k != "hidden_size_per_layer_input"}
+    config = normalised(settings | {"model_type": "gemma4_text"}, "x")
+    with refused("hidden_size_per_layer_input is 256"):
+        FAMILIES["gemma4_text"].from_hf(config)

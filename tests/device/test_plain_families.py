@@ -102,6 +102,19 @@ QWEN3_NEXT = COMMON | {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+WIDE = 32  # numbers of a head of Gemma 4 that sees all tokens
+GEMMA_4 = COMMON | {
+    "model_type": "gemma4_text",
+    "num_key_value_heads": 2,
+    "head_dim": D,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": WIDE,
+    "attention_k_eq_v": True,
+    "sliding_window": 16,
+    "rms_norm_eps": 1e-5,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 20.0,
+}
 Weights = Mapping[str, np.ndarray]
 
 
@@ -307,6 +320,34 @@ def gpt_oss_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
     return rms_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
 
 
+def gemma_4_logits(w: Weights, tokens: np.ndarray) -> np.ndarray:
+    """The second layer has wider heads and one key head, whose product gives values too."""
+    x = 8.0 * w["model.embed_tokens.weight"][tokens]
+    narrow = 1e4 ** (-np.arange(0, D, 2) / D)
+    wide = 1e6 ** (-np.arange(0, WIDE, 2) / WIDE) * (np.arange(WIDE // 2) < 4)
+    for i, (window, size, frequencies) in enumerate([(16, D, narrow), (None, WIDE, wide)]):
+        layer = {n.removeprefix(f"model.layers.{i}."): y for n, y in w.items()}
+        turn = partial(turned, frequencies=frequencies, neighbours=False)
+        y = rms_norm(x, layer["input_layernorm.weight"])
+        q, k, v = (
+            (y @ layer[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, size)
+            for part in ("qkv" if i == 0 else "qkk")
+        )
+        q = turn(rms_norm(q, layer["self_attn.q_norm.weight"]))
+        k = turn(rms_norm(k, layer["self_attn.k_norm.weight"]))
+        y = attended(q, k, rms_norm(v, np.ones(size)), scale=1.0, window=window)
+        y = y @ layer["self_attn.o_proj.weight"].T
+        x = x + rms_norm(y, layer["post_attention_layernorm.weight"])
+        y = rms_norm(x, layer["pre_feedforward_layernorm.weight"])
+        gate, up = (y @ layer[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        gelu = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        y = (gelu * up) @ layer["mlp.down_proj.weight"].T
+        x = x + rms_norm(y, layer["post_feedforward_layernorm.weight"])
+        x = x * layer["layer_scalar"]
+    logits = rms_norm(x, w["model.norm.weight"]) @ w["model.embed_tokens.weight"].T
+    return 20.0 * np.tanh(logits / 20.0)
+
+
 def unit(x: np.ndarray) -> np.ndarray:
     """x divided by its length."""
     return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
@@ -387,11 +428,12 @@ FORWARD: dict[str, tuple[dict[str, Any], Callable[[Weights, np.ndarray], np.ndar
     "Granite 3": (GRANITE, granite_logits),
     "GLM-4.5": (GLM_MOE, glm_moe_logits),
     "GPT-OSS": (GPT_OSS, gpt_oss_logits),
+    "Gemma 4": (GEMMA_4, gemma_4_logits),
     "Qwen3-Next": (QWEN3_NEXT, qwen3_next_logits),
 }
 
 
-@pytest.mark.default_cases("GPT-NeoX", "OLMo 3", "GLM-4.5", "GPT-OSS", "Qwen3-Next")
+@pytest.mark.default_cases("GPT-NeoX", "OLMo 3", "GLM-4.5", "GPT-OSS", "Gemma 4", "Qwen3-Next")
 @pytest.mark.parametrize("name", FORWARD)
 def test_ragged_chunks_give_the_logits_of_a_plain_forward_pass(name, tmp_path):
     config, forward = FORWARD[name]

@@ -239,7 +239,7 @@ def factors_of(config: Any, rank: int) -> Any:
     rng = np.random.default_rng(0)
     factors = {}
     for name, places in modules_of(config).items():
-        sizes = [sizes_of(config, place.matrix, place.part) for place in places]
+        sizes = [sizes_of(config, place) for place in places]
         shapes = (rank, sizes[0][0]), (sum(outputs for _, outputs in sizes), rank)
         a, b = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
         factors[name] = a / np.float32(a.shape[1]) ** 0.5, b / np.float32(4)

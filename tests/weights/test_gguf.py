@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedjax.device.models.llama import rotation
+from pagedjax.device.rope import attention_factor
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.gguf_file import read_gguf
 from tests.refusals import refused
@@ -101,6 +104,7 @@ def test_header_and_values_equal_the_gguf_packages(tmp_path):
 
 FACTORS = [1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
 LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+LINEAR_SCALING = {"rope_type": "linear", "factor": 4.0}
 YARN = {
     "llama.rope.scaling.type": "yarn",
     "llama.rope.scaling.factor": 2.0,
@@ -117,7 +121,7 @@ YARN_IN_FULL = YARN | {
     ("extra", "factors", "scaling"),
     [
         ({}, FACTORS, {"rope_type": "freqs", "factors": FACTORS}),
-        (LINEAR, None, {"rope_type": "linear", "factor": 4.0}),
+        (LINEAR, None, LINEAR_SCALING),
         ({"llama.rope.scale_linear": 2.0}, None, {"rope_type": "linear", "factor": 2.0}),
         (
             YARN,
@@ -130,6 +134,18 @@ YARN_IN_FULL = YARN | {
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
             | {"attention_factor": 1.25, "beta_fast": 16.0, "beta_slow": 2.0},
         ),
+        (
+            YARN | {"llama.rope.scaling.attn_factor": 1.0},  # as llama.cpp writes it into any file
+            None,
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256},
+        ),
+        (
+            YARN | {"llama.rope.scaling.yarn_log_multiplier": 1.0},
+            None,
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+            | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        (LINEAR | {"llama.rope.scaling.attn_factor": 1.0}, None, LINEAR_SCALING),
     ],
 )
 def test_rope_scaling_in_its_forms(tmp_path, extra, factors, scaling):
@@ -140,8 +156,34 @@ def test_rope_scaling_in_its_forms(tmp_path, extra, factors, scaling):
 
 
 @pytest.mark.parametrize(
+    ("extra", "temperature"),
+    [
+        ({}, 0.1 * math.log(2) + 1),
+        ({"attn_factor": 1.5}, 1.5 * (0.1 * math.log(2) + 1)),
+        ({"yarn_log_multiplier": 0.5}, (0.1 * math.log(2) + 1) / (0.05 * math.log(2) + 1)),
+        (
+            {"yarn_log_multiplier": 0.5, "attn_factor": 2.0},
+            2 * (0.1 * math.log(2) + 1) / (0.05 * math.log(2) + 1),
+        ),
+        ({"yarn_attn_factor": 1.25, "attn_factor": 2.0}, 2.5),
+    ],
+)
+def test_the_temperature_of_yarn_is_that_of_llama_cpp(tmp_path, extra, temperature):
+    """The formula of its src/llama-context.cpp, on the factor 2."""
+    entries = YARN | {f"llama.rope.scaling.{name}": value for name, value in extra.items()}
+    opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), extra=entries))
+    rope = rotation(opened.config)
+    assert attention_factor(rope.entries) == pytest.approx(temperature, rel=1e-6)
+
+
+@pytest.mark.parametrize(
     ("extra", "factors", "message"),
     [
+        (
+            LINEAR | {"llama.rope.scaling.attn_factor": 1.5},
+            None,
+            r"rope.scaling.attn_factor is 1.5, and the type of scaling is 'linear'; it is read",
+        ),
         (LINEAR, FACTORS, r"both rope_freqs.weight and .*type = 'linear'"),
         ({"llama.rope.scaling.type": "longrope"}, None, "type is 'longrope'"),
     ],

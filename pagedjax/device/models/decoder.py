@@ -13,8 +13,9 @@ which tensors make which parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,10 +25,10 @@ from flax import nnx
 
 from pagedjax.device import cache as kv
 from pagedjax.device import formats
-from pagedjax.device.attention import Attend, probabilities
+from pagedjax.device.attention import Attend, pages_of_heads, probabilities
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
-from pagedjax.device.extras import SampleRows, Selecting
+from pagedjax.device.extras import SampleRows, Selecting, WholeSequences
 from pagedjax.device.layers import (
     Buffer,
     LayerNorm,
@@ -35,6 +36,7 @@ from pagedjax.device.layers import (
     RMSNorm,
     add_weight,
     product,
+    rms_normed,
     store_matrices,
     stored_arrays,
     summed,
@@ -53,6 +55,21 @@ Finish = Callable[..., Any]
 
 
 @dataclass(frozen=True)
+class LayerHeads:
+    """The heads of a layer, where they are not those of the model.
+
+    heads, kv_heads, head_dim: as in `DecoderConfig`.
+    shared_values: values are made of the product of keys, before its norm and its rotation. The
+        layer has no product of values.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    shared_values: bool = False
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """Settings that may differ between the layers of one model.
 
@@ -61,12 +78,14 @@ class LayerKind:
         tokens by the causal mask alone (Kazemnejad et al. 2023).
     sparse: the layer's MLP is a mixture of experts.
     mixer: what the layer has in the place of attention; None: attention.
+    heads: the layer's heads; None: those of the model.
     """
 
     window: int | None = None
     rope: int | None = 0
     sparse: bool = False
     mixer: Mixer | None = None
+    heads: LayerHeads | None = None
 
 
 @dataclass(frozen=True)
@@ -82,11 +101,14 @@ class DecoderConfig:
         ("width", OLMo 2).
     latent: all heads share a row of latents, which is kept in the place of keys and values. Then
         there is one key head, and `head_dim` is the size of a row (`Latent.row`).
+    v_norm: values have a norm over each head, without a weight.
+    shared_values: as in `LayerHeads`.
     attn_gate: each query head has a gate, whose sigmoid multiplies the result of attention (Qiu et
         al. 2025, arXiv 2505.06708). Gates are rows of the product of queries, behind all queries.
     pre_norms: attention and MLP have a norm before them.
     post_norms: their results have one, before they are added to x.
     parallel: attention and MLP read the same x, and both results are added to it (GPT-NeoX).
+    layer_scales: each layer has a factor, a parameter, on its output.
     embed_scale, residual_scale, logit_scale: factors on the embeddings, on what attention and MLP
         add to x, and on the logits (Granite has all three).
     stored: the format of matrices, a name of `device.formats`, or the formats of matrices by name;
@@ -101,7 +123,7 @@ class DecoderConfig:
         of a Llama.
     block: the class of the layers, a `Block` of one's own; None is `Block`.
     sinks: each query head has a score that joins its softmax and has no value (GPT-OSS).
-    attn_scale: factor on q k^T; 0 becomes 1 / sqrt(D), of queries with D numbers.
+    attn_scale: factor on q k^T, in all layers; 0 becomes 1 / sqrt(D), of queries with D numbers.
     attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
@@ -124,11 +146,14 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
     latent: Latent | None = None
+    v_norm: bool = False
+    shared_values: bool = False
     attn_gate: bool = False
     sinks: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
+    layer_scales: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -144,15 +169,17 @@ class DecoderConfig:
     block: type[Block] | None = None
 
     def __post_init__(self) -> None:
-        if not self.attn_scale:
-            query_size = self.latent.query if self.latent else self.head_dim
-            object.__setattr__(self, "attn_scale", query_size**-0.5)
         if self.block is not None and not (
             isinstance(self.block, type) and issubclass(self.block, Block)
         ):
             raise ValueError(
                 f"block is {self.block!r:.80}; it must be a class that inherits from Block, or None"
             )
+        if self.has_layer_heads:
+            self._check_layer_heads()
+        if not self.attn_scale:
+            query_size = self.latent.query if self.latent else self.head_dim
+            object.__setattr__(self, "attn_scale", query_size**-0.5)
         one_of("norm", self.norm, ("rms", "rms_plus_one", "layer"))
         one_of("activation", self.activation, tuple(ACTIVATIONS))
         one_of("qk_norm", self.qk_norm, (None, "head", "width"))
@@ -168,8 +195,9 @@ class DecoderConfig:
             )
         if self.latent:
             self._check_latent(self.latent)
-        for rope in self.ropes:
-            rope.check(self.rotated_size)
+        if not self.has_layer_heads:
+            for rope in self.ropes:
+                rope.check(self.rotated_size)
         for i, kind in enumerate(self.kinds):
             if self.ropes and kind.rope is not None and not 0 <= kind.rope < len(self.ropes):
                 raise ValueError(
@@ -203,14 +231,103 @@ class DecoderConfig:
                     "leave it out"
                 )
 
+    def _check_layer_heads(self) -> None:
+        """Raises ValueError for what a model with heads by layer cannot have."""
+        excluded = {
+            "latent": self.latent is not None,
+            "qk_norm = 'width'": self.qk_norm == "width",
+            "block": self.block is not None and self.block.pages is not Block.pages,
+            "kinds[...].mixer": any(kind.mixer for kind in self.kinds),
+        }
+        for name, is_set in excluded.items():
+            if is_set:
+                raise ValueError(
+                    f"kinds have heads of their own, and the model has {name}, which does not go "
+                    "with them yet; leave one of them out"
+                )
+        if not self.attn_scale:
+            raise ValueError(
+                "attn_scale is 0, and kinds have heads of their own; all layers have one factor of "
+                "scores: give it"
+            )
+        for i, kind in enumerate(self.kinds):
+            c = self.of_kind(kind)
+            if kind.heads and not (c.head_dim > 0 and c.kv_heads > 0 and c.heads % c.kv_heads == 0):
+                raise ValueError(
+                    f"kinds[{i}] has {c.heads} query heads and {c.kv_heads} key heads of "
+                    f"{c.head_dim} numbers; the first must be a multiple of the second, and all of "
+                    "them above 0"
+                )
+            if not self.ropes or kind.rope is None or not 0 <= kind.rope < len(self.ropes):
+                continue  # the second is refused for all models
+            rope = self.ropes[kind.rope]
+            if rope.rotated is None:
+                raise ValueError(
+                    f"ropes[{kind.rope}] has no `rotated`, and kinds have heads of their own; say "
+                    "how many numbers of a head it turns"
+                )
+            rope.check(c.head_dim)
+
     @property
     def layers(self) -> int:
         return len(self.kinds)
 
     @property
+    def has_layer_heads(self) -> bool:
+        """Whether layers have heads of their own. All layers then have parts of pages that are
+        plain memory (`page_numbers`).
+        """
+        return any(kind.heads for kind in self.kinds)
+
+    def of_kind(self, kind: LayerKind) -> DecoderConfig:
+        """The configuration of a layer with heads of its own alone; itself if it has none."""
+        if kind.heads is None:
+            return self
+        sizes = kind.heads
+        first_rope = len(self.ropes) if kind.rope is None else kind.rope
+        return replace(
+            self,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            shared_values=sizes.shared_values,
+            kinds=(replace(kind, heads=None, rope=None if kind.rope is None else 0),),
+            ropes=self.ropes[first_rope : first_rope + 1],
+        )
+
+    @property
+    def heads_of_layers(self) -> list[dict[str, int]]:
+        """Each size of heads that a layer has, as `attention.choose` takes them."""
+        names = "heads", "kv_heads", "head_dim"
+        layers = [self.of_kind(kind) for kind in dict.fromkeys(self.kinds)]
+        sizes = [{name: getattr(layer, name) for name in names} for layer in layers]
+        return [x for i, x in enumerate(sizes) if x not in sizes[:i]]
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers of the keys of a token in a layer with the model's heads; as many of values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def page_numbers(self) -> int:
+        """Numbers that a page has for each token, in keys: those of a layer. If layers have heads of
+        their own, the least number of which each layer needs a part.
+        """
+        return lcm(*[self.of_kind(kind).token_numbers for kind in dict.fromkeys(self.kinds)])
+
+    @property
     def rotated_size(self) -> int:
         """Numbers of a head to which a rotation is applied."""
         return self.latent.rotated if self.latent else self.head_dim
+
+    @property
+    def turned_pairs(self) -> int:
+        """Pairs of a head in the tables of rotations. Where layers have heads of their own, the
+        pairs behind them are not turned.
+        """
+        if not self.has_layer_heads:
+            return self.rotated_size // 2
+        return max([rope.rotated or 0 for rope in self.ropes], default=0) // 2
 
     @property
     def attended(self) -> int:
@@ -223,8 +340,17 @@ class DecoderConfig:
         return self.heads * (1 + self.attn_gate)
 
     @property
+    def product_heads(self) -> int:
+        """Heads of the joined product: queries, their gates, keys, and values if they have some."""
+        return self.query_heads + (1 if self.shared_values else 2) * self.kv_heads
+
+    @property
     def qkv_rows(self) -> int:
-        return (self.query_heads + 2 * self.kv_heads) * self.head_dim
+        return self.product_heads * self.head_dim
+
+    def parts_of(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """The `parts` of a layer, which may have heads of its own."""
+        return self.of_kind(self.kinds[layer]).parts
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -239,8 +365,10 @@ class DecoderConfig:
     def _parts_of_inputs(self) -> dict[str, tuple[int, ...]]:
         """The parts of the matrices of attention that come before it."""
         if self.latent is None:
-            ends = self.query_heads, self.query_heads + self.kv_heads
-            return {"attn.qkv": (*[heads * self.head_dim for heads in ends], self.qkv_rows)}
+            ends = [self.query_heads, self.query_heads + self.kv_heads, self.product_heads]
+            if self.shared_values:
+                del ends[-1]
+            return {"attn.qkv": tuple([heads * self.head_dim for heads in ends])}
         queries = self.heads * self.latent.query
         rank = self.latent.query_rank
         if rank is None:
@@ -287,6 +415,8 @@ class Scale(nnx.Module):
 
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
+        self.has_part_of_page = c.has_layer_heads
+        c = c.of_kind(kind)
         options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
         self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, axes=c.axes, **options)
@@ -300,18 +430,16 @@ class Attention(nnx.Module):
         self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None
     ):
         """norm(x) [T, H], angles [rotations, 2, T, D / 2] -> (y + residual [T, H], pages)."""
-        c = self.config
-        heads = 0, c.query_heads + 2 * c.kv_heads
+        heads = 0, self.config.product_heads
         q, gates, k, v = self._heads(x, angles, norm, heads, batch)
-        pages = write(attend, pages, k, v, batch)
+        pages = self._written(pages, k, v, batch, attend)
         return self._output(q, gates, pages, batch, attend, residual), pages
 
     def write(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the keys and values of x."""
-        c = self.config
-        heads = c.query_heads, c.query_heads + 2 * c.kv_heads
+        heads = self.config.query_heads, self.config.product_heads
         _, _, k, v = self._heads(x, angles, norm, heads, batch)
-        return write(attend, pages, k, v, batch)
+        return self._written(pages, k, v, batch, attend)
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens whose keys and values are in the pages: y + residual [T, H]."""
@@ -328,13 +456,33 @@ class Attention(nnx.Module):
         return probabilities(
             attend,
             q,
-            k_pages,
+            self._of_heads(k_pages, batch, attend),
             batch,
             heads,
             window=self.kind.window,
             soft_cap=self.config.attn_cap,
             **self._sinks(),
         )
+
+    def _written(self, pages: Pages, k, v, batch: Batch, attend: Attend) -> Pages:
+        """The pages with the keys and values of the tokens."""
+        in_heads = Pages(
+            (name, self._of_heads(array, batch, attend)) for name, array in pages.items()
+        )
+        written = write(attend, in_heads, k, v, batch)
+        if not self._shares_memory(batch):
+            return written
+        return Pages((name, array.reshape(pages[name].shape)) for name, array in written.items())
+
+    def _of_heads(self, pages: jax.Array, batch: Batch, attend: Attend) -> jax.Array:
+        """A page array as the layer's heads read and write it."""
+        if not self._shares_memory(batch):
+            return pages
+        return pages_of_heads(attend, pages, self.config.kv_heads, self.config.head_dim)
+
+    def _shares_memory(self, batch: Batch) -> bool:
+        """Whether pages are memory of which layers have parts, and not keys and values."""
+        return self.has_part_of_page and batch.extra(WholeSequences) is None
 
     def _sinks(self) -> dict[str, jax.Array]:
         """The option of an `Attend`; none in a model without sinks."""
@@ -350,7 +498,7 @@ class Attention(nnx.Module):
         c = self.config
         first, end = heads
         rows = None  # all of the product
-        if end - first < c.query_heads + 2 * c.kv_heads:
+        if end - first < c.product_heads:
             rows = first * c.head_dim, end * c.head_dim
         low = batch.low("attn.qkv", c.parts["attn.qkv"])
         qkv = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
@@ -363,10 +511,14 @@ class Attention(nnx.Module):
         else:
             q, k, v = jnp.split(qkv, places[1:], axis=1)
             gates = None
+        if c.shared_values:
+            v = k
         if self.q_norm is not None and self.k_norm is not None:
             is_wide = c.qk_norm == "width"
             q = _over_width(self.q_norm, q) if is_wide else self.q_norm(q)
             k = _over_width(self.k_norm, k) if is_wide else self.k_norm(k)
+        if c.v_norm:
+            v = rms_normed(v, c.eps)
         if c.ropes and self.kind.rope is not None:
             q, k = (rotate(a, angles[self.kind.rope]) for a in (q, k))
         return [q, gates, k, v]
@@ -382,8 +534,8 @@ class Attention(nnx.Module):
         else:
             y = attend(
                 q,
-                pages["k"],
-                pages["v"],
+                self._of_heads(pages["k"], batch, attend),
+                self._of_heads(pages["v"], batch, attend),
                 *batch.attention,
                 window=self.kind.window,
                 soft_cap=c.attn_cap,
@@ -407,6 +559,7 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(c, dtype) if c.pre_norms else None
         self.mlp = SparseMLP(c, dtype) if kind.sparse else MLP(c, dtype)
         self.mlp_post = self.post(c, dtype)
+        self.scale = nnx.Param(jnp.ones((1,), dtype)) if c.layer_scales else None
         self.parallel = c.parallel
 
     @staticmethod
@@ -415,7 +568,8 @@ class Block(nnx.Module):
 
         Args:
             c: of one device's part of the model.
-            sizes: of keys and values; their heads are those of all devices that share the array.
+            sizes: of keys and values; their heads are those of all devices that share the array. If
+                layers have heads of their own, of memory of which each layer has a part.
         """
         return latent_pages(sizes) if c.latent else kv.kv_pages(sizes)
 
@@ -479,7 +633,11 @@ class Block(nnx.Module):
         else:
             y = self.mlp(mlp_input, **options, adapters=batch.adapters)
             routes = None
-        return attended + self.mlp_post(y) if self.mlp_post else y, routes
+        y = attended + self.mlp_post(y) if self.mlp_post else y
+        if self.scale is not None:
+            factor = self.scale[...].astype(jnp.float32)
+            y = rounded(y.astype(jnp.float32) * factor).astype(y.dtype)
+        return y, routes
 
 
 class Run(NamedTuple):
@@ -518,7 +676,7 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List([(c.block or Block)(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
         # `angle_tables`
-        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.rotated_size // 2)))
+        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.turned_pairs)))
         self.head = (
             None
             if c.tied
@@ -699,7 +857,7 @@ def angle_tables(c: DecoderConfig, context: int | None = None) -> np.ndarray:
     `Rope.frequencies`; None: `max_len`.
     """
     context = context or c.max_len
-    tables = [rope.table(c.rotated_size, c.max_len, context) for rope in c.ropes]
+    tables = [rope.table(2 * c.turned_pairs, c.max_len, context) for rope in c.ropes]
     if not tables:
-        return np.zeros((0, 2, c.max_len, c.rotated_size // 2), np.float32)
+        return np.zeros((0, 2, c.max_len, c.turned_pairs), np.float32)
     return np.stack(tables)

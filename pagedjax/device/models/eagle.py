@@ -96,13 +96,19 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
     and without experts and sinks.
 
     Raises:
-        ValueError: a vocabulary that is larger than the model's, or a model with latents.
+        ValueError: a vocabulary that is larger than the model's, or a model with latents or with
+            layers that have heads of their own.
     """
     if target.latent:
         raise ValueError(
             f"the model keeps latents (rows of {target.latent.row} numbers), and a draft head is "
             "for models with usual attention; use speculative.method='ngram', or a draft model "
             "that has usual attention"
+        )
+    if target.has_layer_heads:
+        raise ValueError(
+            "the model has layers with heads of several sizes, and a draft head is for models whose "
+            "layers have the same heads; use speculative.method='ngram', or a draft model"
         )
     if not 1 <= vocabulary <= target.vocab_size:
         raise ValueError(

@@ -21,6 +21,14 @@ from pagedjax.device.models.llama import (
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 
+TANH_GELU = "gelu_pytorch_tanh"
+NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_post": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post": "post_feedforward_layernorm",
+}
+
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """From the keys of a Hugging Face config.json.
@@ -30,9 +38,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """
     try:
         is_gemma3 = config["model_type"] == "gemma3_text"
-        act = config.get("hidden_activation") or "gelu_pytorch_tanh"
-        if act != "gelu_pytorch_tanh":
-            raise ValueError(f"hidden_activation is {act!r}; Gemma uses 'gelu_pytorch_tanh'")
+        act = config.get("hidden_activation") or TANH_GELU
+        if act != TANH_GELU:
+            raise ValueError(f"hidden_activation is {act!r}; Gemma uses {TANH_GELU!r}")
         if config.get("attention_bias") or config.get("use_bidirectional_attention"):
             raise ValueError(
                 "attention_bias or use_bidirectional_attention is true; Gemma here has neither"
@@ -40,7 +48,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         types = config.get("layer_types")
         if not types:
             every = config.get("sliding_window_pattern", 6) if is_gemma3 else 2
-            types = _types(config["num_hidden_layers"], every)
+            types = types_of(config["num_hidden_layers"], every)
         ropes = _ropes(config)
         last_rope = len(ropes) - 1  # that of layers with windows
         kinds = [
@@ -76,7 +84,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
         ) from None
 
 
-def _types(layers: int, every: int) -> list[str]:
+def types_of(layers: int, every: int) -> list[str]:
     """The type of each layer: each `every`-th layer sees all tokens, the others have a window."""
     return [SLIDING if (i + 1) % every else "full_attention" for i in range(layers)]
 
@@ -92,16 +100,10 @@ def _ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    norms = {
-        "attn_norm": "input_layernorm",
-        "attn_post": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post": "post_feedforward_layernorm",
-    }
     return decoder_table(
         c,
         [
-            attention_table(c, i) + norm_table(c, i, norms) + mlp_table(c, i)
+            attention_table(c, i) + norm_table(c, i, NORMS) + mlp_table(c, i)
             for i in range(c.layers)
         ],
     )

@@ -214,13 +214,18 @@ def decoder_table(
 
 
 def attention_table(
-    c: DecoderConfig, layer: int, qkv: Sequence[str] = QKV, order: tuple[int, ...] = ()
+    c: DecoderConfig,
+    layer: int,
+    qkv: Sequence[str] = QKV,
+    order: tuple[int, ...] = (),
+    rows: tuple[int, ...] = (),
 ) -> list[ParamSource]:
     """q, k and v as one parameter, the output, their biases, and the norms of q and k.
 
     Args:
+        c: of the layer, if its heads are not those of the model.
         qkv: names of the tensors with the rows of q, k and v.
-        order: of these rows, as in `ParamSource`.
+        order, rows: of these, as in `ParamSource`.
     """
     prefix = f"model.layers.{layer}.self_attn."
     path = ("blocks", str(layer), "attn")
@@ -233,6 +238,7 @@ def attention_table(
             (*path, "qkv", kind),
             tuple(f"{prefix}{part}.{kind}" for part in qkv),
             shape,
+            rows=rows,
             order=order,
         )
         for kind, shape in shapes.items()

@@ -24,7 +24,7 @@ import numpy as np
 
 from pagedjax.device import formats
 from pagedjax.device.linear import Blocks
-from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind
 from pagedjax.device.models.latent import Latent
 from pagedjax.options.config import MeshConfig
 
@@ -102,10 +102,20 @@ def device_config(c: DecoderConfig, mesh: MeshConfig) -> DecoderConfig:
         intermediate=-(-c.intermediate // n),
         heads=len(part_heads.queries) // n,
         kv_heads=len(part_heads.keys) // n,
+        kinds=tuple([_kind_of_device(c, kind, n) for kind in c.kinds]),
         experts=experts,
         axes=AXES,
         qk_sizes=_qk_sizes(c, part_heads),
     )
+
+
+def _kind_of_device(c: DecoderConfig, kind: LayerKind, n: int) -> LayerKind:
+    """A kind with its own heads divided among n devices; others have no sizes of their own."""
+    if kind.heads is None:
+        return kind
+    queries, keys = heads(c.of_kind(kind), n)
+    part_heads = replace(kind.heads, heads=len(queries) // n, kv_heads=len(keys) // n)
+    return replace(kind, heads=part_heads)
 
 
 def _qk_sizes(c: DecoderConfig, part_heads: Heads) -> tuple[int, int]:
@@ -235,6 +245,8 @@ def _split(c: DecoderConfig, mesh: MeshConfig, path: Sequence[str]) -> tuple[Spl
         padded_heads = heads(c, n)
         kind = padded_heads.queries if owner == "q_norm" else padded_heads.keys
         return (Split(AXES, _row_order(kind, c.head_dim)),)
+    if "attn" in path and path[0] == "blocks":
+        c = c.of_kind(c.kinds[int(path[1])])
     if path[-1] == "sinks":
         return (Split(AXES, heads(c, n).queries),)
     if "attn" in path and c.latent:
@@ -259,8 +271,9 @@ def _attention(c: DecoderConfig, n: int, owner: str, name: str) -> tuple[Split, 
             return (WHOLE,)
         return (WHOLE, Split(AXES, _row_order(padded_heads.queries, c.head_dim)))
     query_kinds = (padded_heads.queries,) * (1 + c.attn_gate)
-    kinds = *query_kinds, padded_heads.keys, padded_heads.keys
-    counts = [c.heads] * len(query_kinds) + [c.kv_heads, c.kv_heads]
+    key_kinds = (padded_heads.keys,) * (1 if c.shared_values else 2)
+    kinds = *query_kinds, *key_kinds
+    counts = [c.heads] * len(query_kinds) + [c.kv_heads] * len(key_kinds)
     first = np.cumsum([0, *counts[:-1]])
     shares = [
         np.where(kind == PADDING, PADDING, kind + start).reshape(n, -1)

@@ -20,7 +20,7 @@ from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM, resol
 from pagedjax import LLM
 from pagedjax.device import cache
 from pagedjax.device.models import Model, assemble
-from pagedjax.device.models.decoder import DecoderConfig, LayerKind
+from pagedjax.device.models.decoder import DecoderConfig, LayerHeads, LayerKind
 from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mixers.mamba2 import Mamba2
@@ -39,6 +39,7 @@ pytestmark = pytest.mark.few_optimisations
 DELTA = GatedDelta(length=3, heads=4, key_heads=2, key_dim=8, value_dim=12)
 MAMBA = Mamba2(length=4, heads=4, key_heads=2, key_dim=6, value_dim=8)
 FULL = LayerKind()
+WIDE = LayerHeads(heads=3, kv_heads=1, head_dim=64, shared_values=True)
 MODELS = {
     "some windows": (LayerKind(window=9), FULL, LayerKind(window=9), LayerKind(window=9)),
     "two windows": (LayerKind(window=5), FULL, LayerKind(window=14)),
@@ -53,6 +54,12 @@ MODELS = {
         LayerKind(mixer=DELTA),
         LayerKind(mixer=MAMBA),
         LayerKind(window=9),
+    ),
+    "heads of two sizes": (
+        LayerKind(window=9, rope=None),
+        LayerKind(rope=None, heads=WIDE),
+        LayerKind(window=9, rope=None),
+        LayerKind(rope=None, heads=WIDE),
     ),
     "no attention": (LayerKind(mixer=MAMBA), LayerKind(mixer=DELTA)),
 }

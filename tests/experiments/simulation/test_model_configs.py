@@ -20,6 +20,7 @@ from pagedjax.weights.architectures import FAMILIES
 #   Granite 4 H: the cards on huggingface.co ("3B", "7B, 1B active", "32B, 9B active")
 #   LFM2: its card on huggingface.co ("1.17B"); Qwen3.5: its card ("0.8B", of which vision is a part)
 #   Gemma 3: arXiv 2503.19786, table 1: 302M of the embedding and 698M of the rest
+#   Gemma 4: its card on huggingface.co ("30.7B")
 PUBLISHED = {
     "gpt-oss-20b": (20.91, 3.61, 24 * 2 * 8 * 64 * 2),
     "gpt-oss-120b": (116.83, 5.13, 36 * 2 * 8 * 64 * 2),
@@ -34,6 +35,7 @@ PUBLISHED = {
     "lfm2-1.2b": (1.17, 1.17, 6 * 2 * 8 * 64 * 2),
     "qwen3.5-0.8b": (0.8, 1, 6 * 2 * 2 * 256 * 2),
     "gemma-3-1b": (1.0, 1.0, 26 * 2 * 256 * 2),
+    "gemma-4-31b": (30.7, 30.7, 50 * 2 * 16 * 256 * 2 + 10 * 2 * 4 * 512 * 2),
 }
 
 
@@ -71,6 +73,7 @@ def test_named_models_have_their_layers():
     assert counts["qwen3-next-80b-a3b"] == [(36, None, GatedDelta), (12, None, none)]
     assert counts["granite-4-h-small"] == [(36, None, Mamba2), (4, None, none)]
     assert counts["gemma-3-1b"] == [(22, 512, none), (4, None, none)]
+    assert counts["gemma-4-31b"] == [(50, 1024, none), (10, None, none)]
     assert counts["glm-4.5"] == []
     (latents,) = named_shape("kimi-k2").kinds
     assert (len(latents.layers), latents.latent.row) == (61, 576)
