@@ -2,6 +2,8 @@ r"""Does an engine's whole step compile for chips that are not here, and how man
 
     python -m experiments.hardware.compile_step --target v5e               # Llama 3.2 1B's shape
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --weights int8
+    python -m experiments.hardware.compile_step --target h200 --model llama-3-8b --weights int4_128 \
+        --linear pallas_gpu --layers 2 --tokens 64
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --mesh tensor=8 \
         --layers 2
     python -m experiments.hardware.compile_step --target h200 --model llama-3-70b --mesh tensor=8
@@ -27,14 +29,15 @@ layers.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
+from typing import Any
 
 import jax
 
-from experiments.bench.random_llama import SHAPES
+from experiments.bench.random_llama import SHAPES, WEIGHTS, with_weights
 from experiments.hardware import compilers, exchanges, launches
 from experiments.hardware.compiled import (
+    DTYPE,
     Plan,
     Room,
     Step,
@@ -44,7 +47,7 @@ from experiments.hardware.compiled import (
     room,
 )
 from experiments.hardware.compilers import TARGETS, Target
-from pagedjax.device import memory
+from pagedjax.device import formats, linear, memory
 from pagedjax.device.models import llama, split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
@@ -164,7 +167,18 @@ def compile_step_parser() -> argparse.ArgumentParser:
         help="such as v5e:2x4, or 1x1x8 for GPUs (default: the smallest that is enough)",
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.2-1b")
-    parser.add_argument("--weights", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument(
+        "--weights",
+        choices=(DTYPE, *WEIGHTS),
+        default=DTYPE,
+        help=f"the format of matrices (default {DTYPE})",
+    )
+    parser.add_argument(
+        "--linear",
+        choices=("xla", "pallas_gpu", "pallas_tpu"),
+        default="xla",
+        help="the implementation of products (default xla)",
+    )
     parser.add_argument("--tokens", type=int, default=512, help="of the largest step (default 512)")
     parser.add_argument("--rows", type=int, default=64, help="sequences of a step (default 64)")
     parser.add_argument("--block-size", type=int, default=16)
@@ -193,8 +207,13 @@ def mesh_of(text: str) -> MeshConfig:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def config_of(model: str, weights: str, layers: int | None = None) -> DecoderConfig:
+def config_of(
+    model: str, weights: str, layers: int | None = None, linear: str = "xla"
+) -> DecoderConfig:
     """The configuration of a model, with fewer layers if `layers` is given.
+
+    Args:
+        weights, linear: as in `with_weights`.
 
     Raises:
         ValueError: `layers` is more than the model has, or less than one.
@@ -206,8 +225,22 @@ def config_of(model: str, weights: str, layers: int | None = None) -> DecoderCon
         )
     if layers:
         shape = shape | {"num_hidden_layers": layers}
-    return dataclasses.replace(
-        llama.from_hf(shape), stored=None if weights == "bfloat16" else weights
+    return with_weights(llama.from_hf(shape), weights, linear)
+
+
+def check_products(config: DecoderConfig, device: Any, *, mesh: bool) -> None:
+    """Raises ValueError if the model's implementation of products cannot serve it on a device.
+
+    Args:
+        mesh: whether it is on several devices.
+    """
+    linear.choose(
+        config.linear,
+        device,
+        dtype=DTYPE,
+        weight_dtypes=formats.dtypes_of(config.stored, DTYPE),
+        mesh=mesh,
+        activation=config.activation if config.gated else None,
     )
 
 
@@ -216,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     target = compilers.target(args.target)
     mesh = args.mesh or MeshConfig()
     try:
-        compiled = config_of(args.model, args.weights, args.layers)
-        full = config_of(args.model, args.weights)
+        compiled = config_of(args.model, args.weights, args.layers, args.linear)
+        full = config_of(args.model, args.weights, linear=args.linear)
         topology = compilers.topology_of(target, mesh.size, args.topology)
         target.network(mesh.size)  # refuses a mesh with more devices than its links connect
         part = full
@@ -255,14 +288,15 @@ def compile_and_report(
     plan = Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
     n = args.mesh.size if args.mesh else 1
     chips = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
-    name = f"{args.model} in {args.weights}, {plan.tokens} tokens a step"
+    name = f"{args.model} in {args.weights}, products {args.linear!r}, {plan.tokens} tokens a step"
     left_out = full.layers - compiled.layers
     if left_out:
         name += f", {compiled.layers} of {full.layers} layers"
     try:
+        devices = compilers.devices(target, topology)
+        check_products(full, devices[0], mesh=args.mesh is not None)
         device_room = room(part, target, plan, f"one of {chips}" if args.mesh else chips)
         device_room.blocks(0)  # refuses a model that is too large before anything is compiled
-        devices = compilers.devices(target, topology)
         placement = make_placement(compiled, args.mesh, None, devices) if args.mesh else None
         model = on_mesh(placement) if placement else on_one_device(compiled)
         step, fit = compile_fitting(

@@ -18,15 +18,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from experiments.bench.random_llama import model_of_shapes
 from experiments.hardware import compilers, exchanges, hlo, launches
 from experiments.hardware.compilers import Target
 from experiments.hardware.exchanges import Collective
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Shapes, blank_sampling, joined
-from pagedjax.device.models import Decoder, Model
+from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import Placement
 from pagedjax.device.step import StepOutput, make_step
@@ -78,7 +78,9 @@ class Room(NamedTuple):
 
 def no_room(reason: str) -> ValueError:
     """The error of a model that does not fit, with what would make it smaller."""
-    return ValueError(f"it does not fit: {reason}; smaller: --weights int8, or a larger --mesh")
+    return ValueError(
+        f"it does not fit: {reason}; smaller: --weights int8 or int4_128, or a larger --mesh"
+    )
 
 
 class Step(NamedTuple):
@@ -114,8 +116,7 @@ class Step(NamedTuple):
 
 def on_one_device(config: DecoderConfig) -> Model:
     """A model, or one device's part of it, without values."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, DTYPE)))
-    return Model(config, graphdef, state, DTYPE)
+    return model_of_shapes(config, DTYPE)
 
 
 def on_mesh(placement: Placement) -> Model:
