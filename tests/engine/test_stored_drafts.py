@@ -15,6 +15,7 @@ from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.formats import restored
 from pagedjax.host.types import Verified
 from pagedjax.options.config import Speculative
+from pagedjax.weights.convert import convert
 from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import LoadedModel
 from pagedjax.weights.tree import named
@@ -24,9 +25,10 @@ from tests.weights.tiny import tiny_gguf, tiny_llama
 
 
 class Files(NamedTuple):
-    """A tiny model in floats, and in 4 bits."""
+    """A tiny model in floats, rounded to 4 bits, and as a GGUF file of 4 bits."""
 
     floats: Path
+    rounded: Path
     gguf: Path
 
 
@@ -35,7 +37,11 @@ def files(tmp_path_factory) -> Files:
     root = tmp_path_factory.mktemp("stored")
     floats = tiny_llama(root / "floats")
     matrices = {"": "Q4_1", "embed": "Q8_0"}
-    return Files(floats, tiny_gguf(root / "model.gguf", floats, matrices=matrices))
+    return Files(
+        floats,
+        convert(floats, root / "rounded", "safetensors", weights="int4-g32"),
+        tiny_gguf(root / "model.gguf", floats, matrices=matrices),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +85,20 @@ def test_beside_a_stored_model_the_numbers_of_a_file_stay_as_they_are(files, sto
     assert nbytes(widened.params) - nbytes(draft.params) == 4 * matrices - file_bytes
 
 
-def test_the_option_decides_and_else_the_model_and_the_file(files, stored_target, tiny):
-    assert loaded(tiny, files.gguf).layers.stored is None
-    assert loaded(stored_target, files.floats).layers.stored is None
-    assert isinstance(loaded(tiny, files.gguf, weight_dtype="stored").layers.stored, tuple)
+def test_the_option_decides_and_else_the_model_and_the_file(files, tiny):
+    stored = load_model(files.rounded, weight_dtype="stored")
+    assert loaded(tiny, files.rounded).layers.stored is None
+    assert loaded(stored, files.floats).layers.stored is None
+    assert isinstance(loaded(stored, files.rounded).layers.stored, tuple)
+    assert isinstance(loaded(tiny, files.rounded, weight_dtype="stored").layers.stored, tuple)
     assert loaded(tiny, files.floats, weight_dtype="int8").layers.stored == "int8"
 
 
-def test_products_are_those_of_the_engine_where_they_are_of_use(files, stored_target):
-    assert loaded(stored_target, files.gguf, "xla").layers.linear == "xla"
-    assert loaded(stored_target, files.gguf, "cpu_int8").layers.linear == "cpu_int8"
-    assert loaded(stored_target, files.floats, "cpu_int8").layers.linear == "cpu"  # the default
+def test_products_are_those_of_the_engine_where_they_are_of_use(files):
+    stored = load_model(files.rounded, weight_dtype="stored")
+    assert loaded(stored, files.rounded, "xla").layers.linear == "xla"
+    assert loaded(stored, files.rounded, "cpu_int8").layers.linear == "cpu_int8"
+    assert loaded(stored, files.floats, "cpu_int8").layers.linear == "cpu"  # the default
 
 
 def test_what_a_draft_model_cannot_have_is_refused(files, tiny):
@@ -98,7 +107,7 @@ def test_what_a_draft_model_cannot_have_is_refused(files, tiny):
     ):
         loaded(tiny, files.floats, weight_dtype="stored")
     with refused("speculative.weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'stored'"):
-        loaded(tiny, files.gguf, weight_dtype="bfloat16")
+        loaded(tiny, files.floats, weight_dtype="bfloat16")
     with refused("speculative.weight_dtype is 'int4'; it must be one of"):
         Speculative(method="draft", model="x", weight_dtype="int4")
 
