@@ -163,7 +163,7 @@ def test_other_weights_are_multiplied_as_by_the_exact_kernel():
         ("cpu_int8", "int8", "mxfp4"),
         ("pallas_gpu", "int4_128", "q6_k"),
         ("pallas_tpu", "q6_k", "mxfp4"),
-        ("pallas_tpu", "int8", "q4_0"),
+        ("pallas_tpu", "q4_0", "mxfp4"),
     ],
 )
 def test_a_model_without_matrices_that_an_implementation_is_made_for_is_refused(
