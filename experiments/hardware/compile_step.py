@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 import jax
 
@@ -208,12 +207,13 @@ def mesh_of(text: str) -> MeshConfig:
 
 
 def config_of(
-    model: str, weights: str, layers: int | None = None, linear: str = "xla"
+    model: str, weights: str, layers: int | None = None, products: str = "xla"
 ) -> DecoderConfig:
     """The configuration of a model, with fewer layers if `layers` is given.
 
     Args:
-        weights, linear: as in `with_weights`.
+        weights: as in `with_weights`.
+        products: the implementation of products.
 
     Raises:
         ValueError: `layers` is more than the model has, or less than one.
@@ -225,23 +225,22 @@ def config_of(
         )
     if layers:
         shape = shape | {"num_hidden_layers": layers}
-    return with_weights(llama.from_hf(shape), weights, linear)
+    return with_weights(llama.from_hf(shape), weights, products)
 
 
-def check_products(config: DecoderConfig, device: Any, *, mesh: bool) -> None:
-    """Raises ValueError if the model's implementation of products cannot serve it on a device.
-
-    Args:
-        mesh: whether it is on several devices.
-    """
-    linear.choose(
-        config.linear,
-        device,
-        dtype=DTYPE,
-        weight_dtypes=formats.dtypes_of(config.stored, DTYPE),
-        mesh=mesh,
-        activation=config.activation if config.gated else None,
-    )
+def check_products(config: DecoderConfig, target: Target, mesh: MeshConfig | None) -> None:
+    """Raises ValueError if the model's implementation of products cannot serve it on the target."""
+    name = config.linear
+    if name not in ("xla", target.impl):
+        raise ValueError(
+            f"--linear is {name!r}, which is for other chips than {target.name}; use 'xla' or "
+            f"{target.impl!r}"
+        )
+    if name != "xla" and mesh is not None:
+        raise ValueError(f"--linear is {name!r}, which is for one device; leave --mesh out")
+    obstacle = linear.find(name).model_obstacle(formats.dtypes_of(config.stored, DTYPE))
+    if obstacle:
+        raise ValueError(f"--linear {name!r} {obstacle}; choose other --weights, or 'xla'")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,7 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     mesh = args.mesh or MeshConfig()
     try:
         compiled = config_of(args.model, args.weights, args.layers, args.linear)
-        full = config_of(args.model, args.weights, linear=args.linear)
+        full = config_of(args.model, args.weights, products=args.linear)
+        check_products(full, target, args.mesh)
         topology = compilers.topology_of(target, mesh.size, args.topology)
         target.network(mesh.size)  # refuses a mesh with more devices than its links connect
         part = full
@@ -288,15 +288,17 @@ def compile_and_report(
     plan = Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
     n = args.mesh.size if args.mesh else 1
     chips = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
-    name = f"{args.model} in {args.weights}, products {args.linear!r}, {plan.tokens} tokens a step"
+    weights = args.weights
+    if args.linear != "xla":
+        weights += f" for {args.linear}"
+    name = f"{args.model} in {weights}, {plan.tokens} tokens a step"
     left_out = full.layers - compiled.layers
     if left_out:
         name += f", {compiled.layers} of {full.layers} layers"
     try:
-        devices = compilers.devices(target, topology)
-        check_products(full, devices[0], mesh=args.mesh is not None)
         device_room = room(part, target, plan, f"one of {chips}" if args.mesh else chips)
         device_room.blocks(0)  # refuses a model that is too large before anything is compiled
+        devices = compilers.devices(target, topology)
         placement = make_placement(compiled, args.mesh, None, devices) if args.mesh else None
         model = on_mesh(placement) if placement else on_one_device(compiled)
         step, fit = compile_fitting(
