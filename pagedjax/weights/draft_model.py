@@ -103,7 +103,7 @@ def _weight_dtype(options: Speculative, checkpoint: Checkpoint, target: Model) -
     """The `weight_dtype` of a draft model; None: that of its activations."""
     if options.weight_dtype is not None:
         return options.weight_dtype
-    has_rows = any([tensor.rows is not None for tensor in checkpoint.tensors.values()])
+    has_rows = any(tensor.rows is not None for tensor in checkpoint.tensors.values())
     return AS_STORED if has_rows and target.weight_dtype == AS_STORED else None
 
 
