@@ -308,11 +308,13 @@ def compile_and_report(
         print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
     sentences = faults(step)
+    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(step.kernels.items()))
     paragraphs = [
         str(placement) if placement else "",
         memory_lines(device_room, step, fit, plan, (compiled.layers, full.layers)),
         exchange_lines(step, compiled, target, plan, n, left_out),
         launches.lines(step.kinds, step.graphs) if step.kinds else "",
+        f"Pallas kernels: {kernels or 'none'}",
         f"{name}: compiled for {chips} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}",
         "" if sentences else "the cache is updated in place",
     ]

@@ -94,6 +94,7 @@ class Step(NamedTuple):
     required: the exchanges that the step must have.
     rings: how the compiler exchanges, if it says so.
     seconds: the time of compiling.
+    kernels: how often it runs each Pallas kernel.
     kinds, graphs: for a GPU, the launches of the host, and the number of CUDA graphs.
     """
 
@@ -107,6 +108,7 @@ class Step(NamedTuple):
     required: tuple[exchanges.RequiredExchange, ...]
     rings: Counter[str]
     seconds: float
+    kernels: Counter[str]
     kinds: tuple[launches.Kind, ...] = ()
     graphs: int | None = None
 
@@ -253,6 +255,7 @@ def _step_of(
         ),
         rings=exchanges.rings(program),
         seconds=seconds,
+        kernels=launches.kernels(program),
     )
 
 
