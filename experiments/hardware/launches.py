@@ -30,6 +30,7 @@ NO_LAUNCH = {
 }
 # of a custom call that is a Pallas kernel, on a GPU and on a TPU
 KERNELS = "mosaic_gpu", "tpu_custom_call"
+CALLS = "mpmd_map", "pallas_call"  # ends of names of operations that call kernels
 OPERATION = re.compile(r'op_name="([^"]*)"')
 SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and marks of copies
 GRAPH_LOG_LEVEL = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
@@ -69,8 +70,9 @@ def kernel_of(instruction: hlo.Instruction) -> str | None:
     if not any(target in instruction.attributes for target in KERNELS):
         return None
     operation = OPERATION.search(instruction.attributes)
-    names = [part for part in (operation[1] if operation else "").split("/") if "(" not in part]
-    return names[0] if names else SUFFIX.sub("", instruction.name)
+    parts = operation[1].split("/") if operation else []
+    names = [part for part in parts if "(" not in part and part not in CALLS]
+    return names[-1] if names else SUFFIX.sub("", instruction.name)
 
 
 def kernels(program: hlo.Program) -> Counter[str]:
