@@ -208,7 +208,7 @@ TOGETHER = [  # of each exclusion: options that have both, and the beginning of 
     ),
     (
         {"speculative": {"method": "eagle", "model": "head", "weight_dtype": "stored"}},
-        "speculative.weight_dtype is 'stored', and the drafter 'eagle' has no checkpoint of a model",
+        "speculative.weight_dtype is 'stored', and the drafter 'eagle' has no checkpoint of a mod",
     ),
 ]
 

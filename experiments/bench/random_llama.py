@@ -1,7 +1,7 @@
 """A Llama of random weights, in the shapes that benchmarks and the programs of `hardware/` use.
 
-It needs no checkpoint. Its greedy tokens mean nothing. Its matrices may be in a stored format, in the
-layout of an implementation of products.
+It needs no checkpoint. Its greedy tokens mean nothing. Its matrices may be in a stored format, in
+the layout of an implementation of products.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@ r"""Does an engine's whole step compile for chips that are not here, and how man
 
     python -m experiments.hardware.compile_step --target v5e               # Llama 3.2 1B's shape
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --weights int8
-    python -m experiments.hardware.compile_step --target h200 --model llama-3-8b --weights int4_128 \
-        --linear pallas_gpu --layers 2 --tokens 64
+    python -m experiments.hardware.compile_step --target h200 --model llama-3-8b --layers 2 \
+        --weights int4_128 --linear pallas_gpu --tokens 64
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --mesh tensor=8 \
         --layers 2
     python -m experiments.hardware.compile_step --target h200 --model llama-3-70b --mesh tensor=8

@@ -2,7 +2,7 @@
 same weights, and of floats.
 
     python -m experiments.hardware.gpu_stored --json stored.json
-    python -m experiments.hardware.gpu_stored --rehearse     # on a CPU: a tiny model, interpreted products
+    python -m experiments.hardware.gpu_stored --rehearse     # on a CPU: tiny, interpreted
 
 First the kernel's products of one layer are compared with float64 on the host; wrong ones are not
 timed. Then engines of a Llama of random weights decode, and the program of a step of decodes is

@@ -48,8 +48,9 @@ class Kind(NamedTuple):
 def kinds(program: hlo.Program) -> tuple[Kind, ...]:
     """The launches by kind, the most frequent first.
 
-    A kind is the name of a Pallas kernel, "paged_decode", or the compiler's name without its number:
-    "gemm_fusion_dot", "input_scatter_fusion". The bytes are those of whole results, also of a result that is updated in place.
+    A kind is the name of a Pallas kernel, "paged_decode", or the compiler's name without its
+    number: "gemm_fusion_dot", "input_scatter_fusion". The bytes are those of whole results, also of
+    a result that is updated in place.
     """
     launches: dict[str, int] = {}
     nbytes: dict[str, int] = {}
@@ -65,7 +66,7 @@ def kinds(program: hlo.Program) -> tuple[Kind, ...]:
 def kernel_of(instruction: hlo.Instruction) -> str | None:
     """The name of the Pallas kernel that an instruction runs; None if it runs none.
 
-    The compiler has it as a part of the operation's name: "jit(step)/jit(_linear)/linear_words/...".
+    It is a part of the operation's name: "jit(step)/jit(_linear)/linear_words/mpmd_map".
     """
     if not any(target in instruction.attributes for target in KERNELS):
         return None

@@ -2,8 +2,8 @@
 
 Words lie in runs. Digit d of word w of a run of R words is the number of the input d * R + w, so one
 shift of a run gives R neighbouring inputs. Behind the words are the scales of blocks and their
-offsets, as words too: the bits of a float32 number, or of two neighbouring float16 ones, the first of
-which is in the lower half.
+offsets, as words too: the bits of a float32 number, or of two neighbouring float16 ones, the first
+of which is in the lower half.
 
 A kernel has an order of its own for runs and scales. `has_words` says which matrices have words; they
 are packed on the host, once. The others stay as they are stored.
@@ -83,8 +83,8 @@ def model_obstacle(weight_dtypes: Sequence[str], *, smallest: int) -> str:
         if has_words(Matrix(0, 0, blocks=BLOCKS.get(name)), number, smallest):
             return ""
     return (
-        f"multiplies matrices in words, of int8 or of blocks of {smallest} integers or more, and the "
-        f"model's are {', '.join(sorted(set(weight_dtypes)))}"
+        f"multiplies matrices in words, of int8 or of blocks of {smallest} integers or more, and "
+        f"the model's are {', '.join(sorted(set(weight_dtypes)))}"
     )
 
 
@@ -193,9 +193,9 @@ def scale_of(word: jax.Array, place: int, blocks: Blocks) -> jax.Array:
 def _widened(bits: jax.Array, *, exponent: int, mantissa: int) -> jax.Array:
     """Returns finite small floats as float32, from their bits in int32.
 
-    A number of the smallest exponent has no leading one: with the bias B it is f 2^(1 - B) where the
-    bits in a float32 mean (1 + f) 2^-B. A float32 with a smaller exponent, which a TPU would read as
-    0, is never made.
+    A number of the smallest exponent has no leading one: with the bias B it is f 2^(1 - B) where
+    the bits in a float32 mean (1 + f) 2^-B. A float32 with a smaller exponent, which a TPU would
+    read as 0, is never made.
 
     Args:
         exponent, mantissa: how many bits each has.

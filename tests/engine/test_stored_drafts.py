@@ -1,4 +1,4 @@
-"""A draft model with weights as its file stores them: which it has, what they cost, and its drafts."""
+"""A draft model with weights as its file stores them: which ones, their memory, and its drafts."""
 
 from __future__ import annotations
 
@@ -103,10 +103,12 @@ def test_products_are_those_of_the_engine_where_they_are_of_use(files):
 
 def test_what_a_draft_model_cannot_have_is_refused(files, tiny):
     with refused(
-        "speculative.model is '.*floats': weight_dtype is 'stored', and .* has no matrix whose numbers"
+        "speculative.model is '.*floats': weight_dtype is 'stored', and .* has no matrix whose num"
     ):
         loaded(tiny, files.floats, weight_dtype="stored")
-    with refused("speculative.weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'stored'"):
+    with refused(
+        "speculative.weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'stored'"
+    ):
         loaded(tiny, files.floats, weight_dtype="bfloat16")
     with refused("speculative.weight_dtype is 'int4'; it must be one of"):
         Speculative(method="draft", model="x", weight_dtype="int4")

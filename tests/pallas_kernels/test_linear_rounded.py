@@ -1,4 +1,4 @@
-"""Products of integers, in blocks or by row, with tokens that are rounded to 8 bits, against float64."""
+"""Products of integers, in blocks or by row, with tokens rounded to 8 bits, against float64."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def assert_product_of_rounded_tokens(name: str, case_name: str, dtype: str) -> N
 
 
 def assert_rounded(stored: dict[str, Any], floats: dict[str, Any], blocks: Blocks) -> None:
-    """The product of rounded tokens. floats: the arguments with the weight's floats, or its integers
-    and their scales.
+    """The product of rounded tokens. floats: the arguments with the weight's floats, or its
+    integers and their scales.
     """
     dtype = stored["x"].dtype.name
     x = normalised(floats)

@@ -225,7 +225,8 @@ RING = {"tokens": 5, "inputs": 2560, "outputs": 70}
 
 @on_newer_jax
 @pytest.mark.parametrize(
-    "name", ["uint4_64", "q4_1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("q4_k", "int8"))]
+    "name",
+    ["uint4_64", "q4_1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("q4_k", "int8"))],
 )
 def test_the_gpu_kernel_has_no_races(name):
     product = stored(name, **RING)

@@ -62,7 +62,7 @@ def nearest(weights: np.ndarray, group: int, steps: int) -> np.ndarray:
 
 
 def check_differences(name: str, weights: np.ndarray, differences: np.ndarray) -> None:
-    """What rounding changed in a matrix [out, in], float64, is at most that of the nearest numbers."""
+    """What rounding changed in a matrix [out, in] is at most that of the nearest numbers."""
     if name == "fp8":  # 3 bits of mantissa; subnormal numbers have a step of 2 ** -9 scales
         smallest = np.abs(weights).max(1, keepdims=True) / 448 / 2**10
         assert (np.abs(differences) <= 1.001 * np.maximum(np.abs(weights) / 16, smallest)).all()
@@ -217,9 +217,18 @@ def test_a_stack_that_is_damaged_or_has_orders_of_its_own_is_refused(tmp_path):
     tensors = load_file(file)
     name = f"model.layers.0.{up}"
     changes = {
-        f"{name}_shape": (np.zeros(2, np.int64), r"_shape is int64 \(2,\), and the quantization ne"),
-        f"{name}_scale": (np.ones((4, 1), np.float32), r"_scale has the shape \(4, 1\); what belon"),
-        f"{name}_g_idx": (np.zeros((4, 64), np.int32), "is a stack of matrices with inputs in orders"),
+        f"{name}_shape": (
+            np.zeros(2, np.int64),
+            r"_shape is int64 \(2,\), and the quantization ne",
+        ),
+        f"{name}_scale": (
+            np.ones((4, 1), np.float32),
+            r"_scale has the shape \(4, 1\); what belon",
+        ),
+        f"{name}_g_idx": (
+            np.zeros((4, 64), np.int32),
+            "is a stack of matrices with inputs in orders",
+        ),
     }
     for changed_name, (values, message) in changes.items():
         save_file(tensors | {changed_name: values}, file)

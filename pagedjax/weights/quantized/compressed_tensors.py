@@ -137,8 +137,8 @@ def _flat(tensor: Tensor, turned: bool) -> Tensor:
     """
     if len(tensor.shape) != 3:
         raise ValueError(
-            f"{tensor.file}: {tensor.name} has the shape {tensor.shape}; what belongs to a stack of "
-            "matrices has three dimensions"
+            f"{tensor.file}: {tensor.name} has the shape {tensor.shape}; what belongs to a stack "
+            "of matrices has three dimensions"
         )
     count, rows, columns = tensor.shape
     if turned:

@@ -5,8 +5,8 @@ compressed-tensors, which other engines read.
     int8       8 bits with a sign, a scale for each output
     fp8        float8_e4m3fn, a scale for each output
 
-A stack of matrices, such as the experts of a GPT-OSS, is written as a stack: tensors with the names of
-a matrix's have a dimension more, and the order of dimensions that its floats have.
+A stack of matrices, such as the experts of a GPT-OSS, is written as a stack: tensors with the names
+of a matrix's have a dimension more, and the order of dimensions that its floats have.
 
 Numbers are rounded to the nearest, and with 4 bits the scale of a group is the one of a few with the
 least squared error (device/formats/blocks.py). Nothing is calibrated, unless the importance of inputs

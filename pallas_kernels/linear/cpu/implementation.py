@@ -271,8 +271,8 @@ IMPLEMENTATION = Implementation(
 
 # --- tokens that are rounded to 8 bits ------------------------------------------------------------
 
-# int8 numbers with a scale for each row are blocks with scales of 1, if the inputs are whole ones; the
-# scales of the rows follow the sums
+# int8 numbers with a scale for each row are blocks with scales of 1, if the inputs are whole ones;
+# the scales of the rows follow the sums
 BY_ROW = BLOCKS["int8_128"], BLOCKS["int8_32"]
 
 

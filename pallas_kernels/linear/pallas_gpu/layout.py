@@ -4,8 +4,8 @@ A tile is OUTPUTS outputs, the rows of a WGMMA. A slab is the inputs of WORDS wo
 256 of 8.
 
     row s * OUTPUTS + m          the words of slab s of the tile's output m, a run
-    behind the rows of all slabs, for each slab: the scales of its blocks, then the offsets, a row for
-                                 each word of an output's, with a word for each output
+    behind the rows of all slabs, for each slab: the scales of its blocks, then the offsets; a row
+                                 for each word of an output's, with the words of all outputs
 """
 
 from __future__ import annotations

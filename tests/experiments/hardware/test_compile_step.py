@@ -226,7 +226,10 @@ def test_a_wrong_mesh_is_an_error(capsys):
             ["--target", "h100", "--mesh", "tensor=16"],
             "the links of h100 connect at most 8 chips",
         ),
-        (["--linear", "pallas_gpu"], "which is for other chips than v5e; use 'xla' or 'pallas_tpu'"),
+        (
+            ["--linear", "pallas_gpu"],
+            "which is for other chips than v5e; use 'xla' or 'pallas_tpu'",
+        ),
         (
             ["--linear", "pallas_tpu", "--weights", "int8", "--mesh", "tensor=2"],
             "--linear is 'pallas_tpu', which is for one device; leave --mesh out",
