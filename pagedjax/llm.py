@@ -125,13 +125,16 @@ class LLM:
             model, params, config, tokenizer, engine_config, arguments.hub, progress
         )
         engine_config = replace(engine_config, model_family=model.family)
+        linear_impl: Any = engine_config.linear_impl  # no mapping any more
         self.tokenizer = model.tokenizer
         self.engine = make_engine(
             model.model,
             engine_config,
             eos_token_ids=model.eos_token_ids,
             row_features=row_features,
-            draft_model=load_draft_model(engine_config.speculative, model, progress=progress),
+            draft_model=load_draft_model(
+                engine_config.speculative, model, linear_impl=linear_impl, progress=progress
+            ),
             owns_params=owns_params,
             progress=progress,
         )

@@ -206,6 +206,10 @@ TOGETHER = [  # of each exclusion: options that have both, and the beginning of 
         {"speculative": {"method": "ngram", "model": "small"}},
         "speculative.model is 'small', and the drafter 'ngram' has no model; leave it out",
     ),
+    (
+        {"speculative": {"method": "eagle", "model": "head", "weight_dtype": "stored"}},
+        "speculative.weight_dtype is 'stored', and the drafter 'eagle' has no checkpoint of a mod",
+    ),
 ]
 
 

@@ -89,6 +89,8 @@ def point_key(experiment: Experiment, content: str) -> str:
             "model": _model_source(speculative.model),
         }
         values["engine"]["speculative"] |= drafter
+        if speculative.weight_dtype is None:  # not in the keys of versions before this field
+            del values["engine"]["speculative"]["weight_dtype"]
     policy = experiment.engine.kv_policy
     if isinstance(policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)

@@ -2,6 +2,8 @@ r"""Does an engine's whole step compile for chips that are not here, and how man
 
     python -m experiments.hardware.compile_step --target v5e               # Llama 3.2 1B's shape
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --weights int8
+    python -m experiments.hardware.compile_step --target h200 --model llama-3-8b --layers 2 \
+        --weights int4_128 --linear pallas_gpu --tokens 64
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --mesh tensor=8 \
         --layers 2
     python -m experiments.hardware.compile_step --target h200 --model llama-3-70b --mesh tensor=8
@@ -27,14 +29,14 @@ layers.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 
 import jax
 
-from experiments.bench.random_llama import SHAPES
+from experiments.bench.random_llama import SHAPES, WEIGHTS, with_weights
 from experiments.hardware import compilers, exchanges, launches
 from experiments.hardware.compiled import (
+    DTYPE,
     Plan,
     Room,
     Step,
@@ -44,7 +46,7 @@ from experiments.hardware.compiled import (
     room,
 )
 from experiments.hardware.compilers import TARGETS, Target
-from pagedjax.device import memory
+from pagedjax.device import formats, linear, memory
 from pagedjax.device.models import llama, split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
@@ -164,7 +166,18 @@ def compile_step_parser() -> argparse.ArgumentParser:
         help="such as v5e:2x4, or 1x1x8 for GPUs (default: the smallest that is enough)",
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.2-1b")
-    parser.add_argument("--weights", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument(
+        "--weights",
+        choices=(DTYPE, *WEIGHTS),
+        default=DTYPE,
+        help=f"the format of matrices (default {DTYPE})",
+    )
+    parser.add_argument(
+        "--linear",
+        choices=("xla", "pallas_gpu", "pallas_tpu"),
+        default="xla",
+        help="the implementation of products (default xla)",
+    )
     parser.add_argument("--tokens", type=int, default=512, help="of the largest step (default 512)")
     parser.add_argument("--rows", type=int, default=64, help="sequences of a step (default 64)")
     parser.add_argument("--block-size", type=int, default=16)
@@ -193,8 +206,14 @@ def mesh_of(text: str) -> MeshConfig:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def config_of(model: str, weights: str, layers: int | None = None) -> DecoderConfig:
+def config_of(
+    model: str, weights: str, layers: int | None = None, products: str = "xla"
+) -> DecoderConfig:
     """The configuration of a model, with fewer layers if `layers` is given.
+
+    Args:
+        weights: as in `with_weights`.
+        products: the implementation of products.
 
     Raises:
         ValueError: `layers` is more than the model has, or less than one.
@@ -206,9 +225,22 @@ def config_of(model: str, weights: str, layers: int | None = None) -> DecoderCon
         )
     if layers:
         shape = shape | {"num_hidden_layers": layers}
-    return dataclasses.replace(
-        llama.from_hf(shape), stored=None if weights == "bfloat16" else weights
-    )
+    return with_weights(llama.from_hf(shape), weights, products)
+
+
+def check_products(config: DecoderConfig, target: Target, mesh: MeshConfig | None) -> None:
+    """Raises ValueError if the model's implementation of products cannot serve it on the target."""
+    name = config.linear
+    if name not in ("xla", target.impl):
+        raise ValueError(
+            f"--linear is {name!r}, which is for other chips than {target.name}; use 'xla' or "
+            f"{target.impl!r}"
+        )
+    if name != "xla" and mesh is not None:
+        raise ValueError(f"--linear is {name!r}, which is for one device; leave --mesh out")
+    obstacle = linear.find(name).model_obstacle(formats.dtypes_of(config.stored, DTYPE))
+    if obstacle:
+        raise ValueError(f"--linear {name!r} {obstacle}; choose other --weights, or 'xla'")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,8 +248,9 @@ def main(argv: list[str] | None = None) -> int:
     target = compilers.target(args.target)
     mesh = args.mesh or MeshConfig()
     try:
-        compiled = config_of(args.model, args.weights, args.layers)
-        full = config_of(args.model, args.weights)
+        compiled = config_of(args.model, args.weights, args.layers, args.linear)
+        full = config_of(args.model, args.weights, products=args.linear)
+        check_products(full, target, args.mesh)
         topology = compilers.topology_of(target, mesh.size, args.topology)
         target.network(mesh.size)  # refuses a mesh with more devices than its links connect
         part = full
@@ -255,7 +288,10 @@ def compile_and_report(
     plan = Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
     n = args.mesh.size if args.mesh else 1
     chips = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
-    name = f"{args.model} in {args.weights}, {plan.tokens} tokens a step"
+    weights = args.weights
+    if args.linear != "xla":
+        weights += f" for {args.linear}"
+    name = f"{args.model} in {weights}, {plan.tokens} tokens a step"
     left_out = full.layers - compiled.layers
     if left_out:
         name += f", {compiled.layers} of {full.layers} layers"
@@ -272,11 +308,13 @@ def compile_and_report(
         print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
     sentences = faults(step)
+    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(step.kernels.items()))
     paragraphs = [
         str(placement) if placement else "",
         memory_lines(device_room, step, fit, plan, (compiled.layers, full.layers)),
         exchange_lines(step, compiled, target, plan, n, left_out),
         launches.lines(step.kinds, step.graphs) if step.kinds else "",
+        f"Pallas kernels: {kernels or 'none'}",
         f"{name}: compiled for {chips} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}",
         "" if sentences else "the cache is updated in place",
     ]

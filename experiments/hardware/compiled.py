@@ -18,15 +18,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from experiments.bench.random_llama import model_of_shapes
 from experiments.hardware import compilers, exchanges, hlo, launches
 from experiments.hardware.compilers import Target
 from experiments.hardware.exchanges import Collective
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Shapes, blank_sampling, joined
-from pagedjax.device.models import Decoder, Model
+from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import Placement
 from pagedjax.device.step import StepOutput, make_step
@@ -78,7 +78,9 @@ class Room(NamedTuple):
 
 def no_room(reason: str) -> ValueError:
     """The error of a model that does not fit, with what would make it smaller."""
-    return ValueError(f"it does not fit: {reason}; smaller: --weights int8, or a larger --mesh")
+    return ValueError(
+        f"it does not fit: {reason}; smaller: --weights int8 or int4_128, or a larger --mesh"
+    )
 
 
 class Step(NamedTuple):
@@ -92,6 +94,7 @@ class Step(NamedTuple):
     required: the exchanges that the step must have.
     rings: how the compiler exchanges, if it says so.
     seconds: the time of compiling.
+    kernels: how often it runs each Pallas kernel.
     kinds, graphs: for a GPU, the launches of the host, and the number of CUDA graphs.
     """
 
@@ -105,6 +108,7 @@ class Step(NamedTuple):
     required: tuple[exchanges.RequiredExchange, ...]
     rings: Counter[str]
     seconds: float
+    kernels: Counter[str]
     kinds: tuple[launches.Kind, ...] = ()
     graphs: int | None = None
 
@@ -114,8 +118,7 @@ class Step(NamedTuple):
 
 def on_one_device(config: DecoderConfig) -> Model:
     """A model, or one device's part of it, without values."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, DTYPE)))
-    return Model(config, graphdef, state, DTYPE)
+    return model_of_shapes(config, DTYPE)
 
 
 def on_mesh(placement: Placement) -> Model:
@@ -252,6 +255,7 @@ def _step_of(
         ),
         rings=exchanges.rings(program),
         seconds=seconds,
+        kernels=launches.kernels(program),
     )
 
 

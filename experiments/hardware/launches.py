@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -27,7 +28,10 @@ NO_LAUNCH = {
     "call",
     "after-all",
 }
-ATTENTION = "attention"  # the kernels of pallas_kernels
+# of a custom call that is a Pallas kernel, on a GPU and on a TPU
+KERNELS = "mosaic_gpu", "tpu_custom_call"
+CALLS = "mpmd_map", "pallas_call"  # ends of names of operations that call kernels
+OPERATION = re.compile(r'op_name="([^"]*)"')
 SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and marks of copies
 GRAPH_LOG_LEVEL = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
 GRAPH_LINE = "Creating command buffer thunk with the following thunks"
@@ -44,20 +48,42 @@ class Kind(NamedTuple):
 def kinds(program: hlo.Program) -> tuple[Kind, ...]:
     """The launches by kind, the most frequent first.
 
-    A kind is the compiler's name without its number: "gemm_fusion_dot", "input_scatter_fusion". The
-    bytes are those of whole results, also of a result that is updated in place.
+    A kind is the name of a Pallas kernel, "paged_decode", or the compiler's name without its
+    number: "gemm_fusion_dot", "input_scatter_fusion". The bytes are those of whole results, also of
+    a result that is updated in place.
     """
     launches: dict[str, int] = {}
     nbytes: dict[str, int] = {}
     for instruction, times in _launches(hlo.sites(program)):
-        name = SUFFIX.sub("", instruction.name)
-        if "mosaic_gpu" in instruction.attributes:
-            name = ATTENTION
+        name = kernel_of(instruction) or SUFFIX.sub("", instruction.name)
         result_bytes = sum(array.nbytes for array in instruction.results)
         launches[name] = launches.get(name, 0) + times
         nbytes[name] = nbytes.get(name, 0) + times * result_bytes
     all_kinds = [Kind(name, count, nbytes[name]) for name, count in launches.items()]
     return tuple(sorted(all_kinds, key=lambda kind: -kind.launches))
+
+
+def kernel_of(instruction: hlo.Instruction) -> str | None:
+    """The name of the Pallas kernel that an instruction runs; None if it runs none.
+
+    It is a part of the operation's name: "jit(step)/jit(_linear)/linear_words/mpmd_map".
+    """
+    if not any(target in instruction.attributes for target in KERNELS):
+        return None
+    operation = OPERATION.search(instruction.attributes)
+    parts = operation[1].split("/") if operation else []
+    names = [part for part in parts if "(" not in part and part not in CALLS]
+    return names[-1] if names else SUFFIX.sub("", instruction.name)
+
+
+def kernels(program: hlo.Program) -> Counter[str]:
+    """How often a program runs each Pallas kernel, branches included."""
+    counts: Counter[str] = Counter()
+    for site in hlo.sites(program):
+        name = kernel_of(site.instruction)
+        if name is not None:
+            counts[name] += site.times
+    return counts
 
 
 def _launches(sites: Iterable[hlo.Site]) -> Iterable[tuple[hlo.Instruction, int]]:

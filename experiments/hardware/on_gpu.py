@@ -16,6 +16,8 @@
     predict   experiments.hardware.gpu_prediction: study 010, a simulation against measured runs
     peers     experiments.hardware.gpu_peers: the engine's requests in transformers' continuous
               batching; needs torch
+    stored    experiments.hardware.gpu_stored: decodes of a model with weights of 4 bits: are the
+              kernel's products right, and how fast are they beside XLA's?
 
 Each part has a limit of seconds and a process group of its own, of which nothing is left when the
 part ends or is stopped: a kernel that deadlocks never returns. A failed part is reported and the
@@ -63,6 +65,7 @@ LIMITS = {
     "goldens": 60,
     "predict": 120,
     "peers": 110,
+    "stored": 110,
 }
 PARTS = tuple(LIMITS)
 REMEDY = "use Python 3.12 or newer, where pip installs it"
@@ -117,6 +120,7 @@ def parts(
         ),
         part("predict", "experiments.hardware.gpu_prediction", "--model", model),
         part("peers", "experiments.hardware.gpu_peers", *time_limits["peers"]),
+        part("stored", "experiments.hardware.gpu_stored"),
     ]
 
 

@@ -120,6 +120,8 @@ class Speculative:
         parameters, or a `Drafter`; see engine/drafters.
     model: of "draft", a path, hub id or name for `load_model`, with the model's own tokenizer; of
         "eagle", the folder of a head (`python -m experiments.training.train_draft`).
+    weight_dtype: of "draft", the matrices of its model, as in `EngineConfig`. None is "stored" if
+        the model's is "stored" and the draft model's checkpoint has such matrices; else its dtype.
     num_tokens: the most draft tokens of a sequence in a step. One step verifies all of them and
         adds one token.
     adaptive: draft fewer tokens, or none, where more would not pay. This follows from the share of
@@ -135,6 +137,7 @@ class Speculative:
     num_tokens: Annotated[int, _DRAFT_TOKENS] = 4
     adaptive: bool = True
     model: str | None = None
+    weight_dtype: Annotated[WeightDType, StoredDTypes()] | None = None
     rule: AcceptanceRule = "strict"
     ngram_max: Annotated[int, Integers(1, MAX_DRAFT_TOKENS)] = 3
     ngram_min: Annotated[int, Integers(1, MAX_DRAFT_TOKENS)] = 1

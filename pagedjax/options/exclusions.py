@@ -101,6 +101,12 @@ SPECULATIVE = (  # of a `Speculative`
         "speculative.model is {config.model!r}, and the drafter {config.method!r} has no model; "
         "leave it out, or use a method of draft, eagle",
     ),
+    Exclusion(
+        ("speculative.weight_dtype", "speculative.method"),
+        lambda config: config.weight_dtype is not None and config.method != "draft",
+        "speculative.weight_dtype is {config.weight_dtype!r}, and the drafter {config.method!r} "
+        "has no checkpoint of a model; leave it out, or use the method 'draft'",
+    ),
 )
 
 

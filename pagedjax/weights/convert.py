@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -92,8 +93,9 @@ def convert(
             float32 if tensors have different dtypes, or a dtype that models here cannot have (a
             quantised GGUF file).
         weights: how matrices are rounded, one of `schemes.SCHEMES`, for "safetensors". The layout is
-            that of compressed-tensors. Embeddings, heads, routers and tensors of stacked experts
-            stay in `dtype`, and scales are in it.
+            that of compressed-tensors. Embeddings, heads and routers stay in `dtype`, and scales
+            are in it. Experts have a tensor for each matrix, as other engines read them, where the
+            family has names for these.
         importance: by the name of a parameter, the mean squares [in] of the inputs of its matrix,
             with which squared errors count in the search of scales, for 4 bits. Other matrices have
             equal inputs.
@@ -128,6 +130,7 @@ def convert(
     family = family_of(checkpoint)
     config = family.from_hf(checkpoint.config)
     table = family.param_table(config)
+    separate = {entry.path: entry for entry in table}  # with a tensor for each matrix of an expert
     if to == "safetensors":
         check_shared(checkpoint)
     if checkpoint.format == "orbax":
@@ -138,8 +141,10 @@ def convert(
     table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
     dtype = dtype or stored_dtype(checkpoint, table)
     rounding = None
+    written_table = table
     if weights:
-        rounding = Rounding(SCHEMES[weights], table, config, dtype, importance or {})
+        written_table = [separate[entry.path] for entry in table]
+        rounding = Rounding(SCHEMES[weights], written_table, config, dtype, importance or {})
     with (
         complete_folder(target) as folder,
         tqdm(total=len(table), disable=not progress, leave=False) as bar,
@@ -155,7 +160,8 @@ def convert(
             write_orbax(folder, table, read_and_count)
         else:
             groups = [
-                group(entry, rows_of(entry, config), read_and_count, dtype) for entry in table
+                group(written, rows_of(written, config), partial(read_and_count, entry), dtype)
+                for written, entry in zip(written_table, table, strict=True)
             ]
             if rounding:
                 groups = list(map(rounding.group, groups))
@@ -274,18 +280,21 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
     return (total // count,) * count
 
 
-def group(entry: ParamSource, rows: Sequence[int], read: Read, dtype: str) -> Group:
+def group(
+    entry: ParamSource, rows: Sequence[int], read: Callable[[], np.ndarray], dtype: str
+) -> Group:
     """The reverse of `load.assemble`: the tensors that a parameter is made of.
 
     Args:
         rows: the number of rows of each tensor.
+        read: returns the finished parameter.
         dtype: of the model.
     """
     _, *other_sizes = entry.stored_shape
     shapes = {name: (count, *other_sizes) for name, count in zip(entry.sources, rows, strict=True)}
 
     def parts() -> list[np.ndarray]:
-        value = read(entry)
+        value = read()
         joined = value.T if entry.transpose and not entry.stacked else value
         if entry.order:
             ordered = joined
@@ -318,17 +327,22 @@ class Rounding:
         self.dtype = dtype
         self.written: dict[str, list[Written]] = {}
         self.importance: dict[str, np.ndarray | None] = {}
+        self.turned: dict[str, bool] = {}
         self.error = 0.0
         self.size = 0.0
         floats = []
         for entry in table:
-            if len(entry.shape) != 2 or entry.stacked:
+            if len(entry.shape) != 2:
                 continue
             is_product = is_stored(entry.path, entry.shape) and entry.path[0] == "blocks"
             for name, rows in zip(entry.sources, rows_of(entry, config), strict=True):
-                if is_product and not entry.transpose and name.endswith(".weight"):
-                    shape = rows, entry.shape[1]
-                    self.written[name] = tensors_of(scheme, name, shape, dtype)
+                is_upright = not entry.transpose and name.endswith(".weight")
+                if is_product and (entry.stacked or is_upright):
+                    shape = (rows, *entry.stored_shape[1:])
+                    self.turned[name] = entry.transpose
+                    self.written[name] = tensors_of(
+                        scheme, name, shape, dtype, turned=entry.transpose
+                    )
                     self.importance[name] = importance.get(".".join(entry.path))
                 else:
                     floats.append(name.removesuffix(".weight"))
@@ -347,7 +361,13 @@ class Rounding:
                 if name not in self.written:
                     yield values.astype(np_dtype(floats.dtype), copy=False)
                     continue
-                result = rounded(self.scheme, values, self.dtype, self.importance[name])
+                result = rounded(
+                    self.scheme,
+                    values,
+                    self.dtype,
+                    self.importance[name],
+                    turned=self.turned[name],
+                )
                 self.error += result.error
                 self.size += result.size
                 yield from result.arrays

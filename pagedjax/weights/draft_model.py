@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pagedjax.device.draft_model import DraftModel, of_decoder, of_eagle
+from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.eagle import (
     WINDOW,
@@ -25,13 +26,15 @@ from pagedjax.device.models.eagle import (
     blank_eagle,
     eagle_config,
 )
-from pagedjax.options.config import Speculative
-from pagedjax.text.tokenizer import NoTokenizer
+from pagedjax.options.config import AS_STORED, STORED_FORMATS, Speculative, one_of
+from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.convert import check_free, complete_folder
 from pagedjax.weights.huggingface import read_json
+from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.orbax_checkpoint import PARAMS, restore, tensors
-from pagedjax.weights.pretrained import LoadedModel, load_model
+from pagedjax.weights.pretrained import LoadedModel, read_model
+from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import differences, named
 
 KIND = "eagle"
@@ -39,14 +42,21 @@ MODEL_SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim"
 
 
 def load_draft_model(
-    options: Speculative | None, target: LoadedModel, *, progress: bool = False
+    options: Speculative | None,
+    target: LoadedModel,
+    *,
+    linear_impl: str | None = None,
+    progress: bool = False,
 ) -> DraftModel | None:
     """The drafter that `options` name, in the dtype of `target`; None if they draft without a model
     on the device.
 
+    Args:
+        linear_impl: of the engine. A draft model has it too, where it is of use to its matrices.
+
     Raises:
-        ValueError: no model is named, the draft model has another tokenizer than `target`, or the
-            head was trained for another model.
+        ValueError: no model is named, the draft model has another tokenizer than `target`, its
+            matrices cannot be stored as `options` say, or the head was trained for another model.
         FileNotFoundError: there is no such folder, as in `load_model`.
     """
     if options is None or not options.on_device:
@@ -60,27 +70,54 @@ def load_draft_model(
         )
     if options.method == KIND:
         return read_eagle(options.model, target.model.config, target.model.dtype)
+    dtype = target.model.dtype
+    one_of(
+        "speculative.weight_dtype",
+        options.weight_dtype,
+        (None, *STORED_FORMATS, AS_STORED, dtype),
+    )
     try:
-        draft = load_model(options.model, dtype=target.model.dtype, progress=progress)
+        checkpoint = open_checkpoint(options.model)
+        draft = read_model(
+            checkpoint,
+            dtype,
+            weight_dtype=_weight_dtype(options, checkpoint, target.model),
+            linear_impl=linear_impl,
+            drafts=True,
+            progress=progress,
+        )
+        tokenizer = load_tokenizer(checkpoint)
     except ValueError as error:
-        if target.family is None:
-            raise
-        raise ValueError(
-            f"speculative.model is {options.model!r}, and a draft model is of a built-in family, "
-            f"also beside a model_family of your own: {error}"
-        ) from error
-    _check_tokenizers(options.model, draft, target)
-    return of_decoder(draft.model)
+        message = f"speculative.model is {options.model!r}: {error}"
+        if target.family is not None:
+            message = (
+                f"speculative.model is {options.model!r}, and a draft model is of a built-in "
+                f"family, also beside a model_family of your own: {error}"
+            )
+        raise ValueError(message) from error
+    _check_tokenizers(options.model, draft, tokenizer, target)
+    return of_decoder(draft)
 
 
-def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> None:
+def _weight_dtype(options: Speculative, checkpoint: Checkpoint, target: Model) -> str | None:
+    """The `weight_dtype` of a draft model; None: that of its activations."""
+    if options.weight_dtype is not None:
+        return options.weight_dtype
+    has_rows = any(tensor.rows is not None for tensor in checkpoint.tensors.values())
+    return AS_STORED if has_rows and target.weight_dtype == AS_STORED else None
+
+
+def _check_tokenizers(name: str, draft: Model, tokenizer: Tokenizer, target: LoadedModel) -> None:
     """Check that an id means the same text for both models.
 
     Models without tokenizers are compared by the sizes of their vocabularies only. With one
     tokenizer the sizes may differ: a model's vocabulary is padded to a size of its own.
+
+    Args:
+        tokenizer: of the draft model.
     """
-    if isinstance(draft.tokenizer, NoTokenizer) or isinstance(target.tokenizer, NoTokenizer):
-        draft_size = draft.model.config.vocab_size
+    if isinstance(tokenizer, NoTokenizer) or isinstance(target.tokenizer, NoTokenizer):
+        draft_size = draft.config.vocab_size
         target_size = target.model.config.vocab_size
         if draft_size != target_size:
             raise ValueError(
@@ -89,9 +126,9 @@ def _check_tokenizers(name: str, draft: LoadedModel, target: LoadedModel) -> Non
                 "their tokenizers"
             )
         return
-    if draft.tokenizer.backend is target.tokenizer.backend:
+    if tokenizer.backend is target.tokenizer.backend:
         return
-    draft_ids = draft.tokenizer.backend.get_vocab(with_added_tokens=True)
+    draft_ids = tokenizer.backend.get_vocab(with_added_tokens=True)
     target_ids = target.tokenizer.backend.get_vocab(with_added_tokens=True)
     if draft_ids != target_ids:
         texts = (*target_ids, *draft_ids)

@@ -119,11 +119,16 @@ def read_model(
     linear_impl: str | None = None,
     mesh: MeshConfig | None = None,
     devices: Sequence[int] | None = None,
+    drafts: bool = False,
     progress: bool = False,
 ) -> Model:
     """Read a checkpoint's parameters in `dtype`.
 
-    The arguments are those of `load_model`.
+    Args:
+        drafts: it is a draft model, and `linear_impl` that of the model that it drafts for. Where
+            that is of no use to its matrices, it has the default.
+
+    The other arguments are those of `load_model`.
 
     Raises:
         ValueError: tensors do not fit (lists all of them).
@@ -138,6 +143,9 @@ def read_model(
         fits = partial(split.has_whole_blocks, config, mesh or MeshConfig())
         stored = formats_of(checkpoint, table, fits)
     config = replace(config, stored=stored)
+    weight_dtypes = formats.dtypes_of(stored, dtype)
+    if drafts and linear_impl and linear.find(linear_impl).model_obstacle(weight_dtypes):
+        linear_impl = None
     config = replace(
         config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices))
     )
@@ -145,7 +153,7 @@ def read_model(
     if mesh or devices:
         placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices())
     if weight_dtype == AS_STORED:  # which nobody could prepare before the file was read
-        for name in formats.dtypes_of(stored, dtype):
+        for name in weight_dtypes:
             linear.prepare(config.linear, dtype=dtype, weight_dtype=name, low_rank=False)
     params = load_params(
         checkpoint,

@@ -28,15 +28,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.linear import words, xla
+from pallas_kernels.linear import words
 from pallas_kernels.linear.blocks import Blocks
-from pallas_kernels.linear.implementation import (
-    Epilogue,
-    Implementation,
-    Matrix,
-    Norm,
-    rows_of,
-)
+from pallas_kernels.linear.implementation import Implementation, Matrix, rows_of
 from pallas_kernels.linear.words import Digits, round_up
 from pallas_kernels.shared.device import device_kind
 from pallas_kernels.shared.tpu import LANES, wrong_device
@@ -95,10 +89,15 @@ class Layout(NamedTuple):
         return 0 if self.blocks is None else self.slab_inputs // self.blocks.inputs
 
     @property
+    def slab_scales(self) -> int:
+        """Words of the scales of a slab of an output; as many have its offsets."""
+        return 0 if self.blocks is None else self.slab_blocks // words.scales_of_word(self.blocks)
+
+    @property
     def slab_rows(self) -> int:
         """Words of a slab of an output, with scales and offsets."""
         parts = 0 if self.blocks is None else 1 + self.blocks.offset
-        return self.slab_words + parts * self.slab_blocks
+        return self.slab_words + parts * self.slab_scales
 
 
 def layout_of(matrix: Matrix) -> Layout:
@@ -124,8 +123,8 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     arrays = [words.words_of(whole, bits, layout.tile_words)]
     for array in (scales, offsets):
         if array is not None:
-            blocks = layout.slabs * layout.slab_blocks
-            arrays.append(words.padded(array, layout.outputs, blocks).view(np.int32))
+            whole = words.padded(array, layout.outputs, layout.slabs * layout.slab_blocks)
+            arrays.append(words.words_of_scales(whole, matrix.blocks))
     by_slab = [array.reshape(layout.outputs, layout.slabs, -1) for array in arrays]
     return np.ascontiguousarray(np.concatenate(by_slab, axis=2).transpose(1, 2, 0))
 
@@ -142,9 +141,10 @@ def _digits(columns: Any, matrix: Matrix, xp: Any) -> Digits:
         return Digits(digits, None, None)
     parts = []
     for _ in range(1 + matrix.blocks.offset):
-        part = rows[..., first : first + layout.slab_blocks].reshape(len(rows), -1)
-        parts.append(part[:, : matrix.inputs // matrix.blocks.inputs].view("float32"))
-        first += layout.slab_blocks
+        part = rows[..., first : first + layout.slab_scales].reshape(len(rows), -1)
+        scales = words.scales_in(part, matrix.blocks)
+        parts.append(scales[:, : matrix.inputs // matrix.blocks.inputs])
+        first += layout.slab_scales
     return Digits(digits, parts[0], parts[1] if matrix.blocks.offset else None)
 
 
@@ -164,38 +164,6 @@ def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
 # --- the product ----------------------------------------------------------------------------------
 
 
-def multiply(
-    x: jax.Array,
-    weight: jax.Array,
-    matrix: Matrix,
-    norm: Norm | None,
-    epilogue: Epilogue,
-    rows: tuple[int, int] | None,
-    sizes: jax.Array | None,
-    dtype: str,
-    *,
-    interpret: Any = False,
-) -> jax.Array:
-    """See `api.linear`.
-
-    Args:
-        interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
-
-    Raises:
-        ValueError: `dtype_obstacle` gives a reason.
-    """
-    reason = dtype_obstacle(x.dtype.name)
-    if reason:
-        raise ValueError(f"impl 'pallas_tpu' {reason}; impl 'xla' has no such limit")
-    if weight.dtype != jnp.int32:
-        return xla.multiply(x, weight, matrix, norm, epilogue, rows, sizes, dtype)
-
-    def sums_of(first: int, last: int) -> Any:
-        return partial(sums, packed=weight, matrix=matrix, rows=(first, last), interpret=interpret)
-
-    return xla.around(sums_of, x, matrix, norm, epilogue, rows, dtype)
-
-
 def sums(
     x: jax.Array,
     packed: jax.Array,
@@ -206,6 +174,9 @@ def sums(
 ) -> jax.Array:
     """Returns [T, last - first] float32: the sums of the outputs first : last, for x [T, K] bfloat16
     and a weight in words.
+
+    Args:
+        interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
     """
     first, last = rows
     layout = layout_of(matrix)
@@ -270,10 +241,12 @@ def _widen(layout: Layout, words_ref, weights_ref, tile) -> None:
     def row_of(part: int, block: int) -> Any:
         """The scales (part 0) or the offsets (part 1) of a block of the tile, [1, width]."""
         if (part, block) not in parts:
-            per_tile = layout.slab_blocks // layout.tiles
-            first = layout.slab_words + part * layout.slab_blocks
-            row = words_ref[0, pl.ds(first + tile * per_tile + block, 1)]
-            parts[part, block] = lax.bitcast_convert_type(row, jnp.float32)
+            assert blocks is not None
+            word, place = divmod(block, words.scales_of_word(blocks))
+            per_tile = layout.slab_scales // layout.tiles
+            first = layout.slab_words + part * layout.slab_scales
+            row = words_ref[0, pl.ds(first + tile * per_tile + word, 1)]
+            parts[part, block] = words.scale_of(row, place, blocks)
         return parts[part, block]
 
     for first in range(0, TILE, PIECE):
@@ -315,6 +288,8 @@ def obstacle(
     return wrong_device(device) or dtype_obstacle(dtype)
 
 
+# `interpret` as in `sums`
+multiply = partial(words.multiply, impl="pallas_tpu", obstacle=dtype_obstacle, sums=sums)
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
     multiply,

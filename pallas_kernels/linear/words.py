@@ -2,7 +2,8 @@
 
 Words lie in runs. Digit d of word w of a run of R words is the number of the input d * R + w, so one
 shift of a run gives R neighbouring inputs. Behind the words are the scales of blocks and their
-offsets, as words too: the bits of float32 numbers.
+offsets, as words too: the bits of a float32 number, or of two neighbouring float16 ones, the first
+of which is in the lower half.
 
 A kernel has an order of its own for runs and scales. `has_words` says which matrices have words; they
 are packed on the host, once. The others stay as they are stored.
@@ -10,13 +11,15 @@ are packed on the host, once. The others stay as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.linear import xla
 from pallas_kernels.linear.blocks import (
     BLOCKS,
     FLOAT8,
@@ -27,13 +30,11 @@ from pallas_kernels.linear.blocks import (
     rows_of_parts,
     weights_of,
 )
-from pallas_kernels.linear.implementation import Matrix
+from pallas_kernels.linear.implementation import Epilogue, Matrix, Norm
 
 WORD_BITS = 32
-# What is added to the exponent of a small float to make that of a float32, and the float32 that its
-# exponent 0 then means
-E4M3_EXPONENT = 127 - 7
-E4M3_SMALLEST = 2.0**-7
+SCALES_OF_WORD = {"float32": 1, "float16": 2}  # of formats that have words
+HALVED = 32  # inputs of a block with float16 scales, at most: a word has those of 64 inputs
 
 
 class Digits(NamedTuple):
@@ -60,9 +61,7 @@ def digits_of_word(blocks: Blocks | None) -> int:
 
 def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
     """Returns whether a matrix is stored in words: one matrix of int8 numbers, or of blocks of
-    `smallest` inputs or more with float32 scales.
-
-    Scales of fewer bits would take more room in words than they do in blocks.
+    `smallest` inputs or more, of integers or of small floats of 8 bits.
 
     Args:
         dtype: of the stored numbers.
@@ -73,7 +72,8 @@ def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
         return dtype == np.int8
     blocks = matrix.blocks
     are_known = blocks.bits == 8 or blocks.numbers == NUMBERS[0]
-    return are_known and blocks.scale == "float32" and blocks.inputs >= smallest
+    largest = HALVED if blocks.scale == "float16" else blocks.inputs
+    return are_known and blocks.scale in SCALES_OF_WORD and smallest <= blocks.inputs <= largest
 
 
 def model_obstacle(weight_dtypes: Sequence[str], *, smallest: int) -> str:
@@ -83,8 +83,8 @@ def model_obstacle(weight_dtypes: Sequence[str], *, smallest: int) -> str:
         if has_words(Matrix(0, 0, blocks=BLOCKS.get(name)), number, smallest):
             return ""
     return (
-        "multiplies matrices in words, of int8 or of blocks with float32 scales, and the model's "
-        f"are {', '.join(sorted(set(weight_dtypes)))}"
+        f"multiplies matrices in words, of int8 or of blocks of {smallest} integers or more, and "
+        f"the model's are {', '.join(sorted(set(weight_dtypes)))}"
     )
 
 
@@ -143,6 +143,21 @@ def digits_in(words: Any, bits: int, run: int, xp: Any) -> Any:
     return pieces.reshape(*words.shape[:-1], -1)
 
 
+def scales_of_word(blocks: Blocks) -> int:
+    return SCALES_OF_WORD[blocks.scale]
+
+
+def words_of_scales(scales: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Returns [..., words] int32 of scales or offsets [..., blocks] float32."""
+    return np.ascontiguousarray(scales.astype(blocks.scale)).view("<i4")
+
+
+def scales_in(words: Any, blocks: Blocks) -> Any:
+    """Returns [..., blocks] float32, the inverse of `words_of_scales`."""
+    scales = words.reshape(-1).view(blocks.scale)
+    return scales.reshape(*words.shape[:-1], -1).astype("float32")
+
+
 def padded(array: np.ndarray, *shape: int) -> np.ndarray:
     """Returns the array with zeros behind it, in this shape."""
     return np.pad(array, [(0, to - size) for size, to in zip(array.shape, shape, strict=True)])
@@ -165,18 +180,74 @@ def numbers_of(words: jax.Array, digit: Any, blocks: Blocks | None) -> jax.Array
         return (((words >> (4 * digit)) & 15) - blocks.zero).astype(jnp.float32)
     if blocks is None or blocks.numbers == NUMBERS[0]:
         return ((words << (24 - 8 * digit)) >> 24).astype(jnp.float32)
-    return _e4m3((words >> (8 * digit)) & 255)
+    return _widened((words >> (8 * digit)) & 255, exponent=4, mantissa=3)
 
 
-def _e4m3(byte: jax.Array) -> jax.Array:
-    """Returns float8_e4m3fn numbers as float32, from their bits in int32.
+def scale_of(word: jax.Array, place: int, blocks: Blocks) -> jax.Array:
+    """Returns one of the scales or offsets of words, as float32. place: which of them."""
+    if blocks.scale == "float32":
+        return jax.lax.bitcast_convert_type(word, jnp.float32)
+    return _widened((word >> (16 * place)) & 0xFFFF, exponent=5, mantissa=10)
 
-    A number of the smallest exponent has no leading one: it is m 2^-9 where the bits in a float32
-    mean (1 + m / 8) 2^-7. A float32 with a smaller exponent, which a TPU would read as 0, is never
-    made.
+
+def _widened(bits: jax.Array, *, exponent: int, mantissa: int) -> jax.Array:
+    """Returns finite small floats as float32, from their bits in int32.
+
+    A number of the smallest exponent has no leading one: with the bias B it is f 2^(1 - B) where
+    the bits in a float32 mean (1 + f) 2^-B. A float32 with a smaller exponent, which a TPU would
+    read as 0, is never made.
+
+    Args:
+        exponent, mantissa: how many bits each has.
     """
-    magnitude = byte & 127
-    wide = jax.lax.bitcast_convert_type((magnitude << 20) + (E4M3_EXPONENT << 23), jnp.float32)
-    wide = jnp.where(magnitude < 8, 2 * wide - 2 * E4M3_SMALLEST, wide)
-    signed = jax.lax.bitcast_convert_type(wide, jnp.int32) | (byte & 128) << 24
+    bias = 2 ** (exponent - 1) - 1
+    sign = 1 << (exponent + mantissa)
+    magnitude = bits & (sign - 1)
+    above = (127 - bias) << 23
+    wide = jax.lax.bitcast_convert_type((magnitude << (23 - mantissa)) + above, jnp.float32)
+    wide = jnp.where(magnitude < 1 << mantissa, 2 * wide - 2 * 2.0**-bias, wide)
+    signed = jax.lax.bitcast_convert_type(wide, jnp.int32)
+    signed = signed | (bits & sign) << (31 - exponent - mantissa)
     return jax.lax.bitcast_convert_type(signed, jnp.float32)
+
+
+# --- what both kernels do -------------------------------------------------------------------------
+
+
+def multiply(
+    x: jax.Array,
+    weight: jax.Array,
+    matrix: Matrix,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    rows: tuple[int, int] | None,
+    sizes: jax.Array | None,
+    dtype: str,
+    *,
+    impl: str,
+    obstacle: Callable[[str], str],
+    sums: Callable[..., jax.Array],
+    **options: Any,
+) -> jax.Array:
+    """See `api.linear`. A matrix without words is multiplied by `xla`, and so is all that comes
+    before and after the sums.
+
+    Args:
+        impl: the name of the implementation.
+        obstacle: (dtype of x) -> why it cannot be multiplied; empty if it can.
+        sums: (x, packed weight, matrix, (first, last), **options) -> [T, last - first] float32: the
+            kernel's sums of these outputs.
+
+    Raises:
+        ValueError: `obstacle` gives a reason.
+    """
+    reason = obstacle(x.dtype.name)
+    if reason:
+        raise ValueError(f"impl {impl!r} {reason}; impl 'xla' has no such limit")
+    if weight.dtype != jnp.int32:
+        return xla.multiply(x, weight, matrix, norm, epilogue, rows, sizes, dtype)
+
+    def sums_of(first: int, last: int) -> Any:
+        return partial(sums, packed=weight, matrix=matrix, rows=(first, last), **options)
+
+    return xla.around(sums_of, x, matrix, norm, epilogue, rows, dtype)

@@ -183,6 +183,29 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
     chex.assert_trees_all_close(packed_pages, plain_pages, atol=1e-6)
 
 
+def test_int8_weights_are_multiplied_by_rounded_tokens():
+    """By the name "cpu_int8", with the same numbers in another layout."""
+    config = config_of("Llama 2", num_hidden_layers=1)
+    params = random_params(config)
+    models = {
+        impl: from_params(params, config, linear_impl=impl, weight_dtype="int8")
+        for impl in ("cpu", "cpu_int8")
+    }
+    exact_model, rounded_model = (loaded.model for loaded in models.values())
+    chex.assert_trees_all_equal(whole(rounded_model), whole(exact_model))
+    matrices_of_model = [leaf for leaf in rounded_model.leaves if leaf.dtype == jnp.uint8]
+    assert len(matrices_of_model) == 5, "four matrices of the layer, and the head"
+    (exact, _), (rounded, llm) = (
+        outputs(loaded, impl, weight_dtype="int8") for impl, loaded in models.items()
+    )
+    assert llm.engine.config.linear_impl == "cpu_int8"
+    logprobs, expected = (
+        np.concatenate([of_prompt for _, of_prompt in results]) for results in (rounded, exact)
+    )
+    chex.assert_trees_all_close(logprobs, expected, atol=0.1)
+    assert not np.array_equal(logprobs, expected)
+
+
 def test_a_kernel_over_words_serves_an_engine_and_takes_new_weights(monkeypatch):
     """The kernel for TPUs, interpreted, with int8 weights. Its words have another dtype."""
     kernel = IMPLS["pallas_tpu"]._replace(

@@ -1,10 +1,11 @@
-"""Products of blocks of integers with tokens that are rounded to 8 bits, against float64."""
+"""Products of integers, in blocks or by row, with tokens rounded to 8 bits, against float64."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import chex
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,7 +46,14 @@ def tokens_near_ties(x: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 def assert_product_of_rounded_tokens(name: str, case_name: str, dtype: str) -> None:
     blocks = BLOCKS[name]
-    stored, floats = in_blocks(case_of(blocks, case_name, dtype=dtype), blocks)
+    assert_rounded(*in_blocks(case_of(blocks, case_name, dtype=dtype), blocks), blocks)
+
+
+def assert_rounded(stored: dict[str, Any], floats: dict[str, Any], blocks: Blocks) -> None:
+    """The product of rounded tokens. floats: the arguments with the weight's floats, or its
+    integers and their scales.
+    """
+    dtype = stored["x"].dtype.name
     x = normalised(floats)
     exact = expected(floats | {"x": rounded(x, blocks), "norm": None, "low": None})
     if floats["low"] is not None:  # its products are those of the numbers as they are
@@ -80,6 +88,37 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
 )
 def test_products_are_those_of_rounded_tokens(name, case_name, dtype):
     assert_product_of_rounded_tokens(name, case_name, dtype)
+
+
+WIDE = {"t": 7, "k": 256, "m": 70, "norm": True, "bias": True}  # blocks of 128 inputs
+BY_ROW = CASES | {"wide": WIDE}
+
+
+@ON_CPU
+@pytest.mark.default_cases("wide-float32", "a chunk-float32", "experts-float32", "rows-float32")
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("name", BY_ROW)
+def test_products_with_int8_by_row_are_those_of_rounded_tokens(name, dtype):
+    arguments = case(**BY_ROW[name], dtype=dtype, int8=True)
+    assert_rounded(arguments, arguments, BLOCKS["int8_32"])
+
+
+@ON_CPU
+@pytest.mark.parametrize("inputs", [256, 96, 40])
+def test_int8_by_row_is_packed_and_read_again_without_loss(inputs):
+    """Inputs that are not whole blocks leave the numbers and the product as they are."""
+    arguments = case(5, inputs, 70, int8=True)
+    weight = arguments["weight"]
+    matrix = arguments["matrix"]
+    impl = IMPLS["cpu_int8"]
+    packed = impl.pack(weight, matrix)
+    assert packed.dtype == (np.int8 if inputs == 40 else np.uint8)
+    chex.assert_trees_all_equal(impl.unpack(packed, matrix), weight)
+    ids = np.array([3, 69, 0], np.int32)
+    rows = impl.gather(jnp.asarray(packed), matrix, jnp.asarray(ids))
+    chex.assert_trees_all_equal(np.asarray(rows, np.float32), weight[ids].astype(np.float32))
+    if inputs == 40:
+        chex.assert_trees_all_equal(run(arguments, "cpu_int8"), run(arguments, "cpu"))
 
 
 @ON_CPU
@@ -121,9 +160,10 @@ def test_other_weights_are_multiplied_as_by_the_exact_kernel():
     ("impl", "useful", "useless"),
     [
         ("cpu_int8", "q4_1", "fp8_128"),
+        ("cpu_int8", "int8", "mxfp4"),
         ("pallas_gpu", "int4_128", "q6_k"),
         ("pallas_tpu", "q6_k", "mxfp4"),
-        ("pallas_tpu", "int8", "q4_0"),
+        ("pallas_tpu", "q4_0", "mxfp4"),
     ],
 )
 def test_a_model_without_matrices_that_an_implementation_is_made_for_is_refused(

@@ -98,9 +98,25 @@ def test_every_number_of_a_digit_is_widened_exactly():
             chex.assert_trees_all_equal(np.asarray(numbers), expected)
 
 
-def test_formats_with_float32_scales_have_words():
+def test_every_scale_of_a_word_is_widened_exactly():
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    finite = halves[np.isfinite(halves)]
+    floats = finite.astype(np.float32)
+    pairs = np.stack([floats, floats[::-1]], axis=1)
+    for name, places in (("q4_1", 2), ("q4_k", 1)):
+        packed = words.words_of_scales(pairs, BLOCKS[name])
+        chex.assert_shape(packed, (len(pairs), 2 // places))
+        chex.assert_trees_all_equal(words.scales_in(packed, BLOCKS[name]), pairs)
+        for place in range(places):
+            scales = words.scale_of(jnp.asarray(packed[:, 0]), place, BLOCKS[name])
+            chex.assert_trees_all_equal(
+                np.asarray(scales).view(np.int32), pairs[:, place].view(np.int32)
+            )
+
+
+def test_formats_of_integers_and_of_small_floats_of_8_bits_have_words():
     tpu = set(aot_linear.formats(pallas_tpu.PIECE))
-    assert tpu == {"int8", *(name for name, b in BLOCKS.items() if b.scale == "float32")}
+    assert tpu == {"int8", *BLOCKS} - {"mxfp4"}
     gpu = set(aot_linear.formats(gpu_layout.SMALLEST))
     assert tpu - gpu == {"q6_k", "any"}  # blocks of 16 inputs
     experts = Matrix(256, 128, True, 4, BLOCKS["int4_128"])
@@ -209,7 +225,8 @@ RING = {"tokens": 5, "inputs": 2560, "outputs": 70}
 
 @on_newer_jax
 @pytest.mark.parametrize(
-    "name", ["uint4_64", "q4_k", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int8",))]
+    "name",
+    ["uint4_64", "q4_1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("q4_k", "int8"))],
 )
 def test_the_gpu_kernel_has_no_races(name):
     product = stored(name, **RING)
@@ -265,7 +282,7 @@ TPU = Device("tpu", "TPU v5 lite")
 HOPPER = Device("gpu", "NVIDIA H200", "9.0")
 FACTS: dict[str, Any] = {
     "dtype": "bfloat16",
-    "weight_dtypes": ["bfloat16", "int4_128", "q4_0"],  # the last one is multiplied by xla
+    "weight_dtypes": ["bfloat16", "int4_128", "mxfp4"],  # the last one is multiplied by xla
     "mesh": False,
     "activation": "gelu",
 }

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import chex
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.commands import calibration
 from pagedjax.commands.cli import main
+from pagedjax.device.formats import restored
 from pagedjax.device.formats.blocks import FORMATS, ROUNDED
 from pagedjax.device.linear import BLOCKS
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.convert import convert
+from pagedjax.weights.huggingface import read_safetensors
 from pagedjax.weights.quantized.schemes import SCHEMES
-from tests.device.test_plain_families import GLM_MOE
+from pagedjax.weights.tree import named
+from tests.device.test_llama import CHUNKED, PROMPTS, all_logits
+from tests.device.test_plain_families import (
+    GLM_MOE,
+    GPT_OSS,
+    GRANITE,
+    glm_moe_logits,
+    gpt_oss_logits,
+)
 from tests.engine.runs import SMALL
 from tests.refusals import refused
 from tests.weights.quantized_files import SIZES
+from tests.weights.test_family_files import HYBRIDS, stacked
 from tests.weights.test_quantized import formats_of
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_families import write_family
@@ -49,6 +61,18 @@ def nearest(weights: np.ndarray, group: int, steps: int) -> np.ndarray:
     return (np.rint(cells / scales) * scales).reshape(weights.shape)
 
 
+def check_differences(name: str, weights: np.ndarray, differences: np.ndarray) -> None:
+    """What rounding changed in a matrix [out, in] is at most that of the nearest numbers."""
+    if name == "fp8":  # 3 bits of mantissa; subnormal numbers have a step of 2 ** -9 scales
+        smallest = np.abs(weights).max(1, keepdims=True) / 448 / 2**10
+        assert (np.abs(differences) <= 1.001 * np.maximum(np.abs(weights) / 16, smallest)).all()
+        return
+    group = SCHEMES[name].group or weights.shape[1]
+    plain = nearest(weights, group, STEPS[name]) - weights
+    of_groups = [(x**2).reshape(len(x), -1, group).sum(-1) for x in (differences, plain)]
+    assert (of_groups[0] <= of_groups[1] * (1 + 1e-5)).all()
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_matrices_of_layers_are_rounded_and_all_else_stays(name, source, tmp_path, capsys):
     target = tmp_path / name
@@ -70,14 +94,9 @@ def test_matrices_of_layers_are_rounded_and_all_else_stays(name, source, tmp_pat
         differences = values.astype(np.float64) - weights
         error += (differences**2).sum()
         size += (weights.astype(np.float64) ** 2).sum()
-        if name == "fp8":  # 3 bits of mantissa; subnormal numbers have a step of 2 ** -9 scales
-            smallest = np.abs(weights).max(1, keepdims=True) / 448 / 2**10
-            assert (np.abs(differences) <= 1.001 * np.maximum(np.abs(weights) / 16, smallest)).all()
-            continue
-        plain = nearest(weights, group, STEPS[name]) - weights
-        of_groups = [(x**2).reshape(len(x), -1, group).sum(-1) for x in (differences, plain)]
-        assert (of_groups[0] <= of_groups[1] * (1 + 1e-5)).all()
-        if name != "int8":  # the search is worth something
+        check_differences(name, weights, differences)
+        if name.startswith("int4"):  # the search is worth something
+            plain = nearest(weights, group, STEPS[name]) - weights
             assert (differences**2).sum() < 0.97 * (plain**2).sum()
     share = 100 * np.sqrt(error / size)
     assert f"14 matrices were rounded; the root mean square of what changed is {share:.2f} %" in (
@@ -128,9 +147,122 @@ def test_experts_are_rounded_one_by_one(tmp_path):
     }
 
 
+# Experts of a layer in one tensor: [experts, in, out], and [experts, out, in]
+SPARSE = {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+STACKS: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt_oss": (GPT_OSS | {"intermediate_size": 32}, "mlp.experts.gate_up_proj"),
+    "granitemoe": (
+        GRANITE | SPARSE | {"model_type": "granitemoe"},
+        "block_sparse_moe.input_linear.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int8", "fp8"])
+@pytest.mark.parametrize("family", STACKS)
+def test_stacks_of_experts_are_rounded_and_stay_stacks(family, name, tmp_path):
+    """Each expert is rounded as a matrix is, and what is read are the numbers of the file."""
+    config, up = STACKS[family]
+    source = write_family(tmp_path / "source", config)
+    target = convert(source, tmp_path / "target", "safetensors", weights=name)
+    original = load_file(source / "model.safetensors")
+    values = {key: tensor.read() for key, tensor in open_checkpoint(target).tensors.items()}
+    assert values.keys() == original.keys()
+    up = f"model.layers.1.{up}"
+    floats = original[up]
+    is_turned = family == "gpt_oss"
+    for of_file, of_target in zip(floats, values[up], strict=True):
+        weights, rounded = (x.T if is_turned else x for x in (of_file, of_target))
+        check_differences(name, weights, rounded.astype(np.float64) - weights)
+        assert not np.array_equal(weights, rounded)
+    written = read_safetensors(target / "model.safetensors")
+    groups = 1 if SCHEMES[name].group is None else 2
+    upright = len(floats), 64, groups  # outputs of an expert, and scales of each
+    scale_shape = (upright[0], groups, 64) if is_turned else upright
+    assert written[f"{up}_scale"].shape == scale_shape
+    if name == "int4-g32":
+        chex.assert_trees_all_equal(written[f"{up}_shape"].read(), np.array(floats.shape))
+        assert up not in written
+        assert written[f"{up}_packed"].read().nbytes * 8 == floats.nbytes
+    stored = load_model(target, weight_dtype="stored", linear_impl="xla").model
+    formats = formats_of(stored)
+    expected_format = {"int4-g32": "int4_32", "int8": "int8_32", "fp8": "fp8_32"}[name]
+    assert formats["blocks.1.mlp.up"] == formats["blocks.1.mlp.down"] == expected_format
+    params = {key: np.asarray(x) for key, x in named(stored.params).items()}
+    widened = named(load_model(target, linear_impl="xla").model.params)
+    for key in ("blocks.1.mlp.up", "blocks.1.mlp.down"):
+        restored_values = restored(stored.config.stored, params, key)
+        chex.assert_trees_all_equal(restored_values, np.asarray(widened[key]))
+
+
+def test_experts_in_two_tensors_are_written_as_those_in_many(tmp_path):
+    """Other engines read a tensor for each matrix of an expert."""
+    separate = write_family(tmp_path / "many", HYBRIDS["qwen3_5_moe_text"])
+    together = shutil.copytree(separate, tmp_path / "few")
+    save_file(stacked(load_file(separate / "model.safetensors")), together / "model.safetensors")
+    targets = [
+        convert(source, tmp_path / f"{source.name} 8", "safetensors", weights="int8")
+        for source in (separate, together)
+    ]
+    tensors, expected = (load_file(target / "model.safetensors") for target in targets[::-1])
+    assert "model.layers.1.mlp.experts.3.up_proj.weight_scale" in tensors
+    chex.assert_trees_all_equal(tensors, expected)
+
+
+def test_a_stack_that_is_damaged_or_has_orders_of_its_own_is_refused(tmp_path):
+    config, up = STACKS["granitemoe"]
+    source = write_family(tmp_path / "source", config)
+    target = convert(source, tmp_path / "target", "safetensors", weights="int4-g32")
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.0.{up}"
+    changes = {
+        f"{name}_shape": (
+            np.zeros(2, np.int64),
+            r"_shape is int64 \(2,\), and the quantization ne",
+        ),
+        f"{name}_scale": (
+            np.ones((4, 1), np.float32),
+            r"_scale has the shape \(4, 1\); what belon",
+        ),
+        f"{name}_g_idx": (
+            np.zeros((4, 64), np.int32),
+            "is a stack of matrices with inputs in orders",
+        ),
+    }
+    for changed_name, (values, message) in changes.items():
+        save_file(tensors | {changed_name: values}, file)
+        with refused(message):
+            open_checkpoint(target)
+
+
+@pytest.mark.default_cases("gpt_oss-int4-g32-cpu")
+@pytest.mark.slow_cases("gpt_oss-int8-xla", "gpt_oss-fp8-cpu", "glm4_moe-int4-g32-xla")
+@pytest.mark.parametrize("impl", ["cpu", "xla"])
+@pytest.mark.parametrize("name", ["int4-g32", "int8", "fp8"])
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_logits_of_rounded_experts_are_those_of_their_weights_in_float64(
+    family, name, impl, tmp_path
+):
+    configs = {"gpt_oss": STACKS["gpt_oss"][0], "glm4_moe": GLM_MOE | {"moe_intermediate_size": 32}}
+    forwards = {"gpt_oss": gpt_oss_logits, "glm4_moe": glm_moe_logits}
+    source = write_family(tmp_path / "source", configs[family])
+    target = convert(source, tmp_path / "target", "safetensors", weights=name)
+    weights = {
+        key: tensor.read().astype(np.float64)
+        for key, tensor in open_checkpoint(target).tensors.items()
+    }
+    model = load_model(target, weight_dtype="stored", linear_impl=impl).model
+    assert formats_of(model)["blocks.1.mlp.down"].endswith("_32")
+    for got, prompt in zip(all_logits(model, CHUNKED), PROMPTS, strict=True):
+        expected = forwards[family](weights, prompt)
+        chex.assert_trees_all_close(got, expected.astype(np.float32), atol=2e-4, rtol=0)
+
+
 @pytest.mark.slow
-def test_rounded_experts_say_what_they_say_in_floats(tmp_path):
-    source = write_family(tmp_path / "source", GLM_MOE | {"moe_intermediate_size": 32})
+@pytest.mark.parametrize("config", [GLM_MOE | {"moe_intermediate_size": 32}, STACKS["gpt_oss"][0]])
+def test_rounded_experts_say_what_they_say_in_floats(config, tmp_path):
+    source = write_family(tmp_path / "source", config)
     target = convert(source, tmp_path / "target", "safetensors", weights="int4-g32")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     tokens = []

@@ -6,6 +6,9 @@
     float-quantized  weight [out, in] float8_e4m3fn (fp8.py)
     all              weight_scale [out, groups], [out, 1] or [1]
 
+A stack of matrices, such as all experts of a layer, has tensors of these names with one dimension
+more, [count, out, ...]. They are [count, ..., out] where its floats are [count, in, out].
+
 Packed numbers have 2 ** (bits - 1) added, and a word has neighbouring ones from the lowest bits. A
 matrix has zero points if its numbers are not symmetric, and weight_g_idx with act-order. Activations
 are not rounded here, whatever the config says of them.
@@ -14,7 +17,8 @@ are not rounded here, whatever the config says of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -83,21 +87,86 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def matrices(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Quantized]:
-    for base in with_suffix(tensors, ".weight_packed"):
-        yield _packed(tensors, base)
-    for base in with_suffix(tensors, ".weight_scale"):
-        numbers = tensors.get(f"{base}.weight")
+    for name in with_suffix(tensors, "_packed"):
+        yield _matrix(tensors, name, f"{name}_packed", _packed)
+    float8 = partial(float8_matrix, block=_block(config))
+    for name in with_suffix(tensors, "_scale"):
+        numbers = tensors.get(name)
         if numbers is None:
             continue
         if numbers.dtype.name == FLOAT8:
-            yield float8_matrix(tensors, base, _block(config))
+            yield _matrix(tensors, name, name, float8)
         elif numbers.dtype.name == "int8":
-            yield _int8(tensors, base)
+            yield _matrix(tensors, name, name, _int8)
 
 
-def _others(tensors: Mapping[str, Tensor], base: str) -> list[str]:
-    """The names of what a module has for activations."""
-    return [f"{base}.{name}" for name in OTHERS if f"{base}.{name}" in tensors]
+def _matrix(
+    tensors: Mapping[str, Tensor],
+    name: str,
+    numbers_name: str,
+    matrix_of: Callable[[Mapping[str, Tensor], str], Quantized],
+) -> Quantized:
+    """The matrix `name`, or all matrices of a stack as one.
+
+    Args:
+        matrix_of: (tensors, name) -> one matrix.
+    """
+    numbers = tensors[numbers_name]
+    if len(numbers.shape) != 3:
+        return matrix_of(tensors, name)
+    if f"{name}_g_idx" in tensors:
+        raise ValueError(
+            f"{numbers.file}: {name} is a stack of matrices with inputs in orders of their own "
+            "(act-order), which is not read"
+        )
+    scale = sibling(tensors, f"{name}_scale", numbers_name)
+    # a scale is of an output, and of some inputs
+    turned = len(scale.shape) != 3 or scale.shape[1] != numbers.shape[1]
+    names = [name + suffix for suffix in ("", "_packed", "_scale", "_zero_point")]
+    flat = {x: _flat(tensors[x], turned) for x in names if x in tensors}
+    if f"{name}_shape" in tensors:
+        flat[f"{name}_shape"] = _flat_shape(tensors[f"{name}_shape"], turned)
+    return replace(matrix_of(flat, name), stacked=numbers.shape[0], turned=turned)
+
+
+def _flat(tensor: Tensor, turned: bool) -> Tensor:
+    """The matrices of a stack as one, whose rows are theirs, one after the other.
+
+    Raises:
+        ValueError: it is no stack.
+    """
+    if len(tensor.shape) != 3:
+        raise ValueError(
+            f"{tensor.file}: {tensor.name} has the shape {tensor.shape}; what belongs to a stack "
+            "of matrices has three dimensions"
+        )
+    count, rows, columns = tensor.shape
+    if turned:
+        rows, columns = columns, rows
+
+    def load() -> np.ndarray:
+        values = tensor.read()
+        upright = values.swapaxes(1, 2) if turned else values
+        return upright.reshape(count * rows, columns)
+
+    return replace(tensor, shape=(count * rows, columns), load=load)
+
+
+def _flat_shape(shape: Tensor, turned: bool) -> Tensor:
+    """The shape of `_flat`, from the stored shape of a stack."""
+    expect(shape, (3,), ("int64", "int32"))
+
+    def load() -> np.ndarray:
+        count, rows, columns = shape.read()
+        return np.array([count * columns, rows] if turned else [count * rows, columns])
+
+    return replace(shape, shape=(2,), load=load)
+
+
+def _others(tensors: Mapping[str, Tensor], name: str) -> list[str]:
+    """The names of what the module of a matrix has for activations."""
+    base = name.removesuffix(".weight")
+    return [f"{base}.{other}" for other in OTHERS if f"{base}.{other}" in tensors]
 
 
 def _group(scale: Tensor, outputs: int, inputs: int) -> int:
@@ -121,25 +190,25 @@ def _rows(tensor: Tensor, outputs: int) -> np.ndarray:
     return np.broadcast_to(values, (outputs, values.shape[1]))
 
 
-def _packed(tensors: Mapping[str, Tensor], base: str) -> Quantized:
-    words = tensors[f"{base}.weight_packed"]
-    shape = sibling(tensors, f"{base}.weight_shape", words.name)
-    scale = sibling(tensors, f"{base}.weight_scale", words.name)
+def _packed(tensors: Mapping[str, Tensor], name: str) -> Quantized:
+    words = tensors[f"{name}_packed"]
+    shape = sibling(tensors, f"{name}_shape", words.name)
+    scale = sibling(tensors, f"{name}_scale", words.name)
     expect(shape, (2,), ("int64", "int32"))
     outputs, inputs = (int(size) for size in shape.read())
     bits = 4 if words.shape == (outputs, -(-inputs // 8)) else 8
     expect(words, (outputs, -(-inputs * bits // 32)), ("int32",))
     group = _group(scale, outputs, inputs)
-    names = [f"{base}.weight_packed", f"{base}.weight_shape", f"{base}.weight_scale"]
-    zeros = tensors.get(f"{base}.weight_zero_point")
+    names = [words.name, shape.name, scale.name]
+    zeros = tensors.get(f"{name}_zero_point")
     if zeros is not None:
         expect(zeros, (-(-outputs * bits // 32), inputs // group), ("int32",))
-        names.append(f"{base}.weight_zero_point")
+        names.append(zeros.name)
     groups: Callable[[], np.ndarray | None] = neighbours
-    if f"{base}.weight_g_idx" in tensors:
-        index = tensors[f"{base}.weight_g_idx"]
+    if f"{name}_g_idx" in tensors:
+        index = tensors[f"{name}_g_idx"]
         expect(index, (inputs,), ("int32", "int64"))
-        names.append(f"{base}.weight_g_idx")
+        names.append(index.name)
         groups = cache(group_index(index, group, inputs // group))
 
     def read() -> Pieces:
@@ -155,20 +224,20 @@ def _packed(tensors: Mapping[str, Tensor], base: str) -> Quantized:
         return piece
 
     return Quantized(
-        f"{base}.weight",
+        name,
         (outputs, inputs),
         f"{'int' if zeros is None else 'uint'}{bits}",
         group,
         words.file,
-        (*names, *_others(tensors, base)),
+        (*names, *_others(tensors, name)),
         read,
         groups,
     )
 
 
-def _int8(tensors: Mapping[str, Tensor], base: str) -> Quantized:
-    numbers = tensors[f"{base}.weight"]
-    scale = tensors[f"{base}.weight_scale"]
+def _int8(tensors: Mapping[str, Tensor], name: str) -> Quantized:
+    numbers = tensors[name]
+    scale = tensors[f"{name}_scale"]
     if len(numbers.shape) != 2:
         raise ValueError(
             f"{numbers.file}: {numbers.name} has the shape {numbers.shape}; a matrix [out, in] of "
@@ -176,11 +245,11 @@ def _int8(tensors: Mapping[str, Tensor], base: str) -> Quantized:
         )
     outputs, inputs = numbers.shape
     group = _group(scale, outputs, inputs)
-    names = [f"{base}.weight", f"{base}.weight_scale"]
-    zeros = tensors.get(f"{base}.weight_zero_point")
+    names = [name, scale.name]
+    zeros = tensors.get(f"{name}_zero_point")
     if zeros is not None:
         expect(zeros, scale.shape, ("int8",))
-        names.append(f"{base}.weight_zero_point")
+        names.append(zeros.name)
 
     def read() -> Pieces:
         values = numbers.read()
@@ -194,11 +263,11 @@ def _int8(tensors: Mapping[str, Tensor], base: str) -> Quantized:
         return piece
 
     return Quantized(
-        f"{base}.weight",
+        name,
         (outputs, inputs),
         "int8" if zeros is None else "uint8",
         group,
         numbers.file,
-        (*names, *_others(tensors, base)),
+        (*names, *_others(tensors, name)),
         read,
     )

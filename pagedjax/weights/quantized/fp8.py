@@ -19,7 +19,7 @@ import numpy as np
 from pagedjax.weights.checkpoint import Tensor
 from pagedjax.weights.quantized.groups import FLOATS, Piece, Pieces, Quantized, expect, only
 
-SCALES = (".weight_scale_inv", ".weight_scale")
+SCALES = ("_scale_inv", "_scale")  # behind the name of the numbers
 OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale")
 DTYPE = "float8_e4m3fn"
 POWERS = "float8_e8m0fnu"
@@ -45,13 +45,13 @@ def matrices(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterat
     block = checked_block(config.get("weight_block_size"), "weight_block_size")
     for name, tensor in tensors.items():
         if tensor.dtype.name == DTYPE and name.endswith(".weight"):
-            yield float8_matrix(tensors, name.removesuffix(".weight"), block)
+            yield float8_matrix(tensors, name, block)
 
 
 def float8_matrix(
-    tensors: Mapping[str, Tensor], base: str, block: tuple[int, int] | None
+    tensors: Mapping[str, Tensor], name: str, block: tuple[int, int] | None
 ) -> Quantized:
-    """The matrix of a module with float8 numbers.
+    """The matrix `name` with float8 numbers.
 
     Args:
         block: rows and columns that share a scale, if those of neither the tensor nor a row do.
@@ -59,12 +59,12 @@ def float8_matrix(
     Raises:
         ValueError: it has no scale, or one of another shape.
     """
-    numbers = tensors[f"{base}.weight"]
-    names = [base + suffix for suffix in SCALES if base + suffix in tensors]
+    numbers = tensors[name]
+    names = [name + suffix for suffix in SCALES if name + suffix in tensors]
     if not names:
         raise ValueError(
-            f"{numbers.file}: {numbers.name} is {DTYPE}, and there is no "
-            f"{' or '.join(base + x for x in SCALES)}; fetch the model again"
+            f"{numbers.file}: {name} is {DTYPE}, and there is no "
+            f"{' or '.join(name + x for x in SCALES)}; fetch the model again"
         )
     scale = tensors[names[0]]
     if len(numbers.shape) != 2:
@@ -87,14 +87,15 @@ def float8_matrix(
     else:
         rows, columns = block
         expect(scale, (-(-outputs // rows), -(-inputs // columns)), (*FLOATS, POWERS))
+    base = name.removesuffix(".weight")
     of_activations = [base + suffix for suffix in OF_ACTIVATIONS if base + suffix in tensors]
     return Quantized(
-        f"{base}.weight",
+        name,
         (outputs, inputs),
         "fp8",
         columns,
         numbers.file,
-        (f"{base}.weight", *names, *of_activations),
+        (name, *names, *of_activations),
         _reader(numbers, scale, rows),
     )
 

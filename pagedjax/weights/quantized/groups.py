@@ -50,8 +50,9 @@ class Quantized:
     sources: the names of the tensors.
     read: reads the tensors.
     groups: reads the group of each input [in], where they are not neighbours; None: they are.
-    stacked: the rows are those of so many matrices, whose floats a file has transposed, [stacked,
-        in, out]; 0: it is one matrix.
+    stacked: the rows are those of so many matrices, whose floats are [stacked, out, in]; 0: it is
+        one matrix.
+    turned: the floats of such matrices are [stacked, in, out].
     """
 
     name: str
@@ -63,6 +64,7 @@ class Quantized:
     read: Callable[[], Pieces]
     groups: Callable[[], np.ndarray | None] = neighbours
     stacked: int = 0
+    turned: bool = False
 
 
 def as_tensor(matrix: Quantized, method: str) -> Tensor:
@@ -70,7 +72,8 @@ def as_tensor(matrix: Quantized, method: str) -> Tensor:
     outputs, inputs = matrix.shape
     shape = matrix.shape
     if matrix.stacked:
-        shape = matrix.stacked, inputs, outputs // matrix.stacked
+        of_one = outputs // matrix.stacked, inputs
+        shape = matrix.stacked, *(of_one[::-1] if matrix.turned else of_one)
     rows = Rows(matrix.kind, matrix.group, partial(_rows, matrix), cache(partial(_order, matrix)))
     return Tensor(
         matrix.name,
@@ -114,7 +117,8 @@ def _floats(matrix: Quantized, shape: tuple[int, ...]) -> np.ndarray:
             rows += offsets[:, groups]
     if not matrix.stacked:
         return values
-    return values.reshape(matrix.stacked, -1, matrix.shape[1]).swapaxes(1, 2)
+    stack = values.reshape(matrix.stacked, -1, matrix.shape[1])
+    return stack.swapaxes(1, 2) if matrix.turned else stack
 
 
 def _order(matrix: Quantized) -> np.ndarray | None:

@@ -45,6 +45,7 @@ def matrices(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterat
             (f"{name}_blocks", f"{name}_scales"),
             _reader(blocks, scales),
             stacked=experts,
+            turned=True,
         )
 
 

@@ -5,6 +5,9 @@ compressed-tensors, which other engines read.
     int8       8 bits with a sign, a scale for each output
     fp8        float8_e4m3fn, a scale for each output
 
+A stack of matrices, such as the experts of a GPT-OSS, is written as a stack: tensors with the names
+of a matrix's have a dimension more, and the order of dimensions that its floats have.
+
 Numbers are rounded to the nearest, and with 4 bits the scale of a group is the one of a few with the
 least squared error (device/formats/blocks.py). Nothing is calibrated, unless the importance of inputs
 is given: then an error counts by the mean square of the input that it is multiplied with.
@@ -91,41 +94,64 @@ def config_of(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def tensors_of(scheme: Scheme, name: str, shape: tuple[int, int], dtype: str) -> list[Written]:
-    """The tensors that the matrix `name` [out, in] of a model of `dtype` becomes.
+def tensors_of(
+    scheme: Scheme, name: str, shape: tuple[int, ...], dtype: str, *, turned: bool = False
+) -> list[Written]:
+    """The tensors that a matrix of a model of `dtype` becomes, or a stack of matrices.
+
+    Args:
+        shape: [out, in] or [count, out, in].
+        turned: a stack is [count, in, out], and so are its tensors.
 
     Raises:
         ValueError: its inputs are not whole groups.
     """
-    base = name.removesuffix(".weight")
-    outputs, inputs = shape
+    *count, outputs, inputs = _upright(shape) if turned else shape
     group = scheme.group or inputs
+
+    def with_columns(columns: int) -> tuple[int, ...]:
+        upright = (*count, outputs, columns)
+        return _upright(upright) if turned else upright
+
     if inputs % group:
         fit = [key for key, x in SCHEMES.items() if not x.group or inputs % x.group == 0]
         raise ValueError(
             f"{name} has {inputs} inputs, which are not whole groups of {group}; use one of "
             f"{', '.join(fit)}"
         )
-    scales = Written(f"{base}.weight_scale", (outputs, inputs // group), dtype)
+    scales = Written(f"{name}_scale", with_columns(inputs // group), dtype)
     if scheme.bits == 4:
         return [
-            Written(f"{base}.weight_packed", (outputs, inputs // PACKED), "int32"),
+            Written(f"{name}_packed", with_columns(inputs // PACKED), "int32"),
             scales,
-            Written(f"{base}.weight_shape", (2,), "int64"),
+            Written(f"{name}_shape", (len(shape),), "int64"),
         ]
     numbers = "int8" if scheme.kind == "int" else "float8_e4m3fn"
     return [Written(name, shape, numbers), scales]
 
 
+def _upright(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its last two sizes in the other order."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
 def rounded(
-    scheme: Scheme, weights: np.ndarray, dtype: str, importance: np.ndarray | None = None
+    scheme: Scheme,
+    tensor: np.ndarray,
+    dtype: str,
+    importance: np.ndarray | None = None,
+    *,
+    turned: bool = False,
 ) -> Rounded:
-    """Rounds a matrix [out, in] of float32.
+    """Rounds a matrix [out, in] of float32, or a stack of matrices.
 
     Args:
         dtype: of scales.
         importance: of the inputs, [in], for 4 bits; None: all are equal.
+        turned: as in `tensors_of`.
     """
+    matrices = tensor.swapaxes(-1, -2) if turned else tensor
+    weights = matrices.reshape(-1, matrices.shape[-1])
     group = scheme.group or weights.shape[1]
     of_cells = None if importance is None else importance.reshape(-1, group)
     numbers = []
@@ -145,9 +171,12 @@ def rounded(
         size += float(np.vdot(rows, rows))
         numbers.append(parts.numbers.reshape(rows.shape))
         scales.append(parts.scales.astype(scale_dtype))
-    arrays = [np.concatenate(numbers), np.concatenate(scales)]
+    all_numbers = np.concatenate(numbers)
+    arrays = [_words(all_numbers) if scheme.bits == 4 else all_numbers, np.concatenate(scales)]
+    arrays = [array.reshape(*matrices.shape[:-1], -1) for array in arrays]
+    arrays = [array.swapaxes(-1, -2) if turned else array for array in arrays]
     if scheme.bits == 4:
-        arrays = [_words(arrays[0]), arrays[1], np.array(weights.shape, np.int64)]
+        arrays.append(np.array(tensor.shape, np.int64))
     return Rounded(arrays, error, size)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.linear.blocks import BLOCKS, restored
+from pallas_kernels.linear.blocks import BLOCKS, Parts, parts_of, restored, rows_of_parts
 from pallas_kernels.linear.cpu import groups, panels
 from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 from pallas_kernels.shared.cpu.handler import Handler
@@ -96,6 +96,8 @@ def multiply(
     Raises:
         ValueError: `product_obstacle` gives a reason.
     """
+    if rounds:
+        matrix = _with_blocks(matrix, weight.dtype, np.uint8)
     weight_dtype = weight.dtype.name if matrix.blocks is None else matrix.blocks.name
     reason = product_obstacle(
         jax.default_backend(), x.dtype.name, weight_dtype, epilogue.activation
@@ -190,12 +192,12 @@ def obstacle(
 
 def rounding_obstacle(weight_dtypes: Sequence[str]) -> str:
     """See `Implementation.model_obstacle`."""
-    if any(map(_rounds_for, weight_dtypes)):
+    if "int8" in weight_dtypes or any(map(_rounds_for, weight_dtypes)):
         return ""
     return (
-        "rounds tokens for products with matrices in blocks of integers, and the model's are "
+        "rounds tokens for products with matrices of integers, and the model's are "
         f"{', '.join(sorted(set(weight_dtypes)))} (weight_dtype='stored' keeps those of a "
-        "quantized checkpoint)"
+        "quantized checkpoint, and weight_dtype='int8' rounds those of any)"
     )
 
 
@@ -206,6 +208,8 @@ def prepare(*, dtype: str, weight_dtype: str, low_rank: bool, rounds: bool = Fal
     """
     if product_obstacle(jax.default_backend(), dtype, weight_dtype, None):
         return
+    if rounds and weight_dtype == "int8":
+        weight_dtype = BY_ROW[0].name
     rounds = rounds and _rounds_for(weight_dtype)
     HANDLERS[dtype, weight_dtype, False, rounds].start()
     if low_rank:
@@ -265,12 +269,55 @@ IMPLEMENTATION = Implementation(
     pack_low=pack_low,
 )
 
-# The same with tokens that are rounded to 8 bits before a product with blocks of integers: each
-# number to a multiple of max |x| / 127, of its group of 32 inputs (16 in blocks of 16). Products
-# with other weights are those of "cpu".
+# --- tokens that are rounded to 8 bits ------------------------------------------------------------
+
+# int8 numbers with a scale for each row are blocks with scales of 1, if the inputs are whole ones;
+# the scales of the rows follow the sums
+BY_ROW = BLOCKS["int8_128"], BLOCKS["int8_32"]
+
+
+def _with_blocks(matrix: Matrix, dtype: Any, by_row: Any) -> Matrix:
+    """Returns the matrix with the blocks that int8 numbers by row become.
+
+    dtype: of its numbers. by_row: the dtype that such numbers have here, as they are stored or
+        packed. Another matrix is returned as it is.
+    """
+    fitting = [blocks for blocks in BY_ROW if matrix.inputs % blocks.inputs == 0]
+    if matrix.blocks is not None or dtype != by_row or not fitting:
+        return matrix
+    return matrix._replace(blocks=fitting[0])
+
+
+def pack_rounded(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
+    blocks = _with_blocks(matrix, weight.dtype, np.int8).blocks
+    if matrix.blocks is None and blocks is not None:
+        numbers = weight.reshape(len(weight), -1, blocks.inputs)
+        scales = np.ones(numbers.shape[:-1], np.float32)
+        weight = rows_of_parts(Parts(numbers, scales, None), blocks, np)
+        matrix = matrix._replace(blocks=blocks)
+    return pack(weight, matrix)
+
+
+def unpack_rounded(packed: Any, matrix: Matrix) -> np.ndarray:
+    blocks = _with_blocks(matrix, packed.dtype, np.uint8).blocks
+    if matrix.blocks is not None or blocks is None:
+        return unpack(packed, matrix)
+    rows = unpack(packed, matrix._replace(blocks=blocks))
+    return parts_of(rows, blocks, np).numbers.reshape(len(rows), -1)
+
+
+def gather_rounded(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
+    return gather(packed, _with_blocks(matrix, packed.dtype, np.uint8), ids)
+
+
+# Before a product with integers each number of a token becomes a multiple of max |x| / 127, of its
+# group of 32 inputs (16 in blocks of 16). Products with other weights are those of "cpu".
 ROUNDED = IMPLEMENTATION._replace(
     name="cpu_int8",
     multiply=partial(multiply, rounds=True),
     model_obstacle=rounding_obstacle,
+    pack=pack_rounded,
+    unpack=unpack_rounded,
+    gather=gather_rounded,
     prepare=partial(prepare, rounds=True),
 )

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.linear import words, xla
-from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
+from pallas_kernels.linear import words
+from pallas_kernels.linear.implementation import Implementation, Matrix
 from pallas_kernels.linear.pallas_gpu.layout import (
     OUTPUTS,
     SMALLEST,
@@ -31,38 +30,6 @@ from pallas_kernels.tiles import Tiles
 DTYPE = "bfloat16"  # of activations
 
 
-def multiply(
-    x: jax.Array,
-    weight: jax.Array,
-    matrix: Matrix,
-    norm: Norm | None,
-    epilogue: Epilogue,
-    rows: tuple[int, int] | None,
-    sizes: jax.Array | None,
-    dtype: str,
-    *,
-    tiles: Tiles | None = None,
-) -> jax.Array:
-    """See `api.linear`.
-
-    Args:
-        tiles: those of a device; None takes the device's.
-
-    Raises:
-        ValueError: `product_obstacle` gives a reason.
-    """
-    reason = product_obstacle(x.dtype.name)
-    if reason:
-        raise ValueError(f"impl 'pallas_gpu' {reason}; impl 'xla' has no such limit")
-    if weight.dtype != jnp.int32:
-        return xla.multiply(x, weight, matrix, norm, epilogue, rows, sizes, dtype)
-
-    def sums_of(first: int, last: int) -> Any:
-        return partial(sums, packed=weight, matrix=matrix, rows=(first, last), tiles=tiles)
-
-    return xla.around(sums_of, x, matrix, norm, epilogue, rows, dtype)
-
-
 def sums(
     x: jax.Array,
     packed: jax.Array,
@@ -73,6 +40,9 @@ def sums(
 ) -> jax.Array:
     """Returns [T, last - first] float32: the sums of the outputs first : last, for x [T, K] bfloat16
     and a weight in words.
+
+    Args:
+        tiles: those of a device; None takes the device's.
     """
     from pallas_kernels.linear.pallas_gpu.kernel import product  # it imports Mosaic GPU
 
@@ -100,6 +70,8 @@ def obstacle(
     return wrong_device(device) or product_obstacle(dtype)
 
 
+# `tiles` as in `sums`
+multiply = partial(words.multiply, impl="pallas_gpu", obstacle=product_obstacle, sums=sums)
 IMPLEMENTATION = Implementation(
     "pallas_gpu",
     multiply,

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear import words
+from pallas_kernels.linear.blocks import Blocks
 from pallas_kernels.linear.pallas_gpu.layout import OUTPUTS, WORDS, Layout
 
 COLUMNS = 8  # WGMMA's smallest width
@@ -190,26 +191,28 @@ def _scaled(numbers: Any, scales_s: Any, layout: Layout, chunk: Any) -> Any:
 
     scales_s: [scales and offsets of the slab, 64 outputs] in shared memory.
     """
-    assert layout.blocks is not None
-    block_inputs = layout.blocks.inputs
+    blocks = layout.blocks
+    assert blocks is not None
+    in_word = words.scales_of_word(blocks)
 
     def over_inputs(first: int) -> Any:
-        """Of each number, its row behind the row `first`."""
-        block = first + chunk * WORDS // block_inputs
-        rows = _over_columns(scales_s, block)
-        if block_inputs >= WORDS:
-            return rows
-        inputs = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=WGMMA)
-        return jnp.where(inputs < block_inputs, rows, _over_columns(scales_s, block + 1))
+        """Of each number, its scale or offset, in the rows behind `first`."""
+        row = first + chunk * WORDS // (blocks.inputs * in_word)
+        scales = _over_columns(scales_s, row, 0, blocks)
+        if blocks.inputs >= WORDS:
+            return scales
+        # of the other block: in the next row, or in the other half of the word
+        others = _over_columns(scales_s, row + (2 - in_word), in_word - 1, blocks)
+        inputs = plgpu.broadcasted_iota(jnp.int32, scales.shape, 1, layout=WGMMA)
+        return jnp.where(inputs < blocks.inputs, scales, others)
 
     weights = numbers * over_inputs(0)
-    return weights + over_inputs(layout.slab_blocks) if layout.blocks.offset else weights
+    return weights + over_inputs(layout.part_rows) if blocks.offset else weights
 
 
-def _over_columns(scales_s: Any, row: Any) -> Any:
+def _over_columns(scales_s: Any, row: Any, place: int, blocks: Blocks) -> Any:
     bits = plgpu.layout_cast(scales_s[row], WGMMA.reduce(1))
-    numbers = lax.bitcast_convert_type(bits, jnp.float32)
-    return lax.broadcast_in_dim(numbers, (OUTPUTS, WORDS), [0])
+    return lax.broadcast_in_dim(words.scale_of(bits, place, blocks), (OUTPUTS, WORDS), [0])
 
 
 def _product(weights_s: Any, x_s: Any, slot: Any, begin: int, columns: int) -> jax.Array:

@@ -4,8 +4,8 @@ A tile is OUTPUTS outputs, the rows of a WGMMA. A slab is the inputs of WORDS wo
 256 of 8.
 
     row s * OUTPUTS + m          the words of slab s of the tile's output m, a run
-    behind the rows of all slabs, for each slab: the scales of each of its blocks, then the offsets, a
-                                 row for each block, with a number for each output
+    behind the rows of all slabs, for each slab: the scales of its blocks, then the offsets; a row
+                                 for each word of an output's, with the words of all outputs
 """
 
 from __future__ import annotations
@@ -55,9 +55,14 @@ class Layout(NamedTuple):
         return 0 if self.blocks is None else self.chunks * WORDS // self.blocks.inputs
 
     @property
+    def part_rows(self) -> int:
+        """Rows of the scales of a slab; as many have its offsets."""
+        return 0 if self.blocks is None else self.slab_blocks // words.scales_of_word(self.blocks)
+
+    @property
     def slab_scales(self) -> int:
         """Rows of scales and offsets of a slab."""
-        return 0 if self.blocks is None else self.slab_blocks * (1 + self.blocks.offset)
+        return 0 if self.blocks is None else self.part_rows * (1 + self.blocks.offset)
 
     @property
     def word_rows(self) -> int:
@@ -94,8 +99,9 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     for array in (scales, offsets):
         if array is not None:
             blocks = layout.slabs * layout.slab_blocks
-            whole = words.padded(array, layout.tiles * OUTPUTS, blocks).view(np.int32)
-            parts.append(whole.reshape(layout.tiles, OUTPUTS, layout.slabs, layout.slab_blocks))
+            whole = words.padded(array, layout.tiles * OUTPUTS, blocks)
+            part = words.words_of_scales(whole, matrix.blocks)
+            parts.append(part.reshape(layout.tiles, OUTPUTS, layout.slabs, layout.part_rows))
     if parts:
         by_slab = np.concatenate(parts, axis=3).transpose(0, 2, 3, 1)
         last = layout.word_rows + layout.slabs * layout.slab_scales
@@ -114,10 +120,10 @@ def _digits(packed: Any, matrix: Matrix, ids: Any, xp: Any) -> Digits:
     if matrix.blocks is None:
         return Digits(digits, None, None)
     rows = layout.word_rows + xp.arange(layout.slabs * layout.slab_scales)
-    of_slabs = packed[tile, rows, output].view("float32")
-    by_part = of_slabs.reshape(len(ids), layout.slabs, -1, layout.slab_blocks).swapaxes(1, 2)
-    parts = by_part.reshape(len(ids), -1, layout.slabs * layout.slab_blocks)
-    parts = parts[..., : matrix.inputs // matrix.blocks.inputs]
+    of_slabs = packed[tile, rows, output]
+    by_part = of_slabs.reshape(len(ids), layout.slabs, -1, layout.part_rows).swapaxes(1, 2)
+    in_words = by_part.reshape(len(ids), -1, layout.slabs * layout.part_rows)
+    parts = words.scales_in(in_words, matrix.blocks)[..., : matrix.inputs // matrix.blocks.inputs]
     return Digits(digits, parts[:, 0], parts[:, 1] if matrix.blocks.offset else None)
 
 

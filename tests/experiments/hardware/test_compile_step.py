@@ -5,14 +5,17 @@ one where it is.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import chex
 import jax
 import pytest
 
+from experiments.bench.random_llama import SHAPES, random_stored_model
 from experiments.hardware import compile_step, compiled, compilers, exchanges, hlo
 from experiments.hardware.compiled import Plan
 from experiments.hardware.compilers import TARGETS, Target
@@ -88,6 +91,23 @@ def test_a_model_of_shapes_has_the_bytes_of_one_devices_part(weights, n):
         memory.nbytes(model.leaves) == compiled.room(placement.part, CPU, PLAN, "a device").weights
     )
     assert {len(x.sharding.device_set) for x in model.leaves} == {n}
+
+
+@pytest.mark.parametrize("products", ["pallas_gpu", "pallas_tpu", "xla"])
+def test_stored_matrices_of_shapes_have_the_bytes_of_an_engines(products):
+    """In the layout of their implementation; the embedding and the head are floats."""
+    name = "small"
+    shapes = compiled.on_one_device(compile_step.config_of(name, "int4_128", products=products))
+    model = random_stored_model(SHAPES[name], "bfloat16", "int4_128", products)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes.leaves, model.leaves)
+    assert memory.nbytes(shapes.leaves) == memory.nbytes(model.leaves)
+    sizes = SHAPES[name]
+    hidden = sizes["hidden_size"]
+    heads = sizes["num_attention_heads"] + 2 * sizes["num_key_value_heads"]
+    rows = heads * hidden // sizes["num_attention_heads"] + hidden
+    numbers = sizes["num_hidden_layers"] * hidden * (rows + 3 * sizes["intermediate_size"])
+    in_blocks = sum(x.nbytes for x in model.leaves if x.dtype in ("int32", "uint8"))
+    assert numbers * 17 // 32 <= in_blocks < 2.2 * numbers * 17 // 32  # padded inputs
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +207,7 @@ def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler
     devices = "2 x v5e" if mesh else "one v5e"
     errors = capsys.readouterr().err
     assert f"llama-3-8b in bfloat16, 512 tokens a step, on {devices}: it does not fit" in errors
-    assert "smaller: --weights int8, or a larger --mesh" in errors
+    assert "smaller: --weights int8 or int4_128, or a larger --mesh" in errors
 
 
 def test_a_wrong_mesh_is_an_error(capsys):
@@ -206,11 +226,23 @@ def test_a_wrong_mesh_is_an_error(capsys):
             ["--target", "h100", "--mesh", "tensor=16"],
             "the links of h100 connect at most 8 chips",
         ),
+        (
+            ["--linear", "pallas_gpu"],
+            "which is for other chips than v5e; use 'xla' or 'pallas_tpu'",
+        ),
+        (
+            ["--linear", "pallas_tpu", "--weights", "int8", "--mesh", "tensor=2"],
+            "--linear is 'pallas_tpu', which is for one device; leave --mesh out",
+        ),
+        (
+            ["--linear", "pallas_tpu"],
+            "multiplies matrices in words, .* and the model's are bfloat16; choose other --weights",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, arguments, message):
     assert compile_step.main(["--target", "v5e", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(capsys, monkeypatch):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.hardware import hlo, launches
-from experiments.hardware.launches import ATTENTION, GRAPH_LINE, Kind
+from experiments.hardware.launches import GRAPH_LINE, Kind
 
 PROGRAM = """HloModule jit_step
 
@@ -40,7 +40,8 @@ PROGRAM = """HloModule jit_step
 ENTRY %main (x: f32[8,4]) -> f32[8,4] {
   %x = f32[8,4]{1,0} parameter(0)
   %loop_add_fusion = f32[8,4]{1,0} fusion(%x), kind=kLoop, calls=%add
-  %mpmd_map.3 = f32[8,4]{1,0} custom-call(%loop_add_fusion), custom_call_target="mosaic_gpu_v2"
+  %mpmd_map.3 = f32[8,4]{1,0} custom-call(%loop_add_fusion), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(step)/jit(paged_attention)/paged_decode/mpmd_map"}
   %walk = (s32[], f32[8,4]{1,0}) while(%mpmd_map.3), condition=%end, body=%body, \
 backend_config={"known_trip_count":{"n":"3"}}
   %got = f32[8,4]{1,0} get-tuple-element(%walk), index=1
@@ -53,13 +54,32 @@ backend_config={"known_trip_count":{"n":"3"}}
 def test_launches_are_counted_by_kind_with_loops_and_without_branches():
     by_name = {kind.name: kind for kind in launches.kinds(hlo.parse(PROGRAM))}
     assert by_name["loop_add_fusion"] == Kind("loop_add_fusion", 1 + 3, 4 * 128)
-    assert by_name[ATTENTION] == Kind(ATTENTION, 1, 128)
+    assert by_name["paged_decode"] == Kind("paged_decode", 1, 128)
     assert by_name["copy"] == Kind("copy", 1, 128)
     assert "only_in_a_branch" not in by_name
-    assert set(by_name) == {"loop_add_fusion", ATTENTION, "copy", "less"}
+    assert set(by_name) == {"loop_add_fusion", "paged_decode", "copy", "less"}
     assert [kind.launches for kind in launches.kinds(hlo.parse(PROGRAM))] == sorted(
         (kind.launches for kind in by_name.values()), reverse=True
     )
+
+
+LINE = (
+    '  %custom.7 = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={NAME}'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ('op_name="jit(step)/jit(_linear)/linear_int4_128"', "linear_int4_128"),
+        ('op_name="jit(step)/jit(_linear)"', "custom"),
+        ("", "custom"),
+    ],
+)
+def test_a_kernel_has_the_name_of_its_operation_or_of_its_instruction(name, kernel):
+    text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{LINE.replace('NAME', name)}\n}}"
+    assert launches.kernels(hlo.parse(text)) == {kernel: 1}
+    assert launches.kernels(hlo.parse(PROGRAM)) == {"paged_decode": 1}
 
 
 def test_a_compiled_program_has_launches():
