@@ -24,7 +24,7 @@ from experiments.core.drive import drive
 from experiments.simulation.cost import StepTime, Work
 from experiments.twin import recorded, simulated
 from experiments.twin.cost import MICROSECONDS
-from experiments.twin.rollout import Decide
+from experiments.twin.policies import Decide
 from experiments.twin.scheduler import Requests, Sizes
 from experiments.twin.workloads import LATEST
 from pagedjax.host import replay

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.twin import scheduler
-from experiments.twin.rollout import Decide
+from experiments.twin.policies import Decide, Memory, remembering
 from experiments.twin.scheduler import Requests, Sizes
+from experiments.twin.with_memory import Step
 from pagedjax.host import replay
 from pagedjax.host.policies import POLICIES, Policy
 
@@ -110,15 +111,20 @@ def _plans(
     num_steps: int,
 ) -> scheduler.Plan:
     """The plans of the first steps, stacked."""
+    decider = remembering(decide, policy)
 
-    def step(state: scheduler.State, number: jax.Array) -> tuple[scheduler.State, Any]:
-        state = scheduler.submit(state, submitted <= number)
-        order = decide(policy, state, requests)
+    def step(carry: tuple[scheduler.State, Memory], number: jax.Array) -> tuple[Any, Any]:
+        state, memory = carry
+        order = decider.order(memory, state, requests)
         planned, plan = scheduler.schedule(state, sizes, order)
-        return scheduler.commit(planned, plan, requests)[0], plan
+        committed, _ = scheduler.commit(planned, plan, requests)
+        after = scheduler.submit(committed, submitted <= number + 1)
+        memory = decider.observe(memory, Step(state, plan, after), requests)
+        return (after, memory), plan
 
     numbers = jnp.arange(num_steps, dtype=jnp.int32)
-    return jax.lax.scan(step, scheduler.init(sizes, requests), numbers)[1]
+    state = scheduler.submit(scheduler.init(sizes, requests), submitted <= 0)
+    return jax.lax.scan(step, (state, decider.first(state, requests)), numbers)[1]
 
 
 def decision_of(plan: scheduler.Plan) -> Decision:

@@ -36,8 +36,8 @@ from experiments.twin.cost import MICROSECONDS, Cost
 from experiments.twin.environment import Environment, Params
 from experiments.twin.measured import Speed
 from experiments.twin.network import Integers
-from experiments.twin.policies import all_offered
-from experiments.twin.rollout import Decide, Difference, cached, difference, returns, shortest_left
+from experiments.twin.policies import Decide, all_offered
+from experiments.twin.rollout import Difference, cached, difference, returns, shortest_left
 from experiments.twin.scheduler import Order, Requests, Sizes
 from experiments.twin.scheduler import State as Scheduled
 from experiments.twin.workloads import LATEST, Lengths, Poisson, of_arrays
