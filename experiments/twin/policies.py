@@ -120,9 +120,7 @@ def any_of(index: jax.Array, choices: Sequence[ArrayPolicy]) -> WithMemory:
     def init(requests: Requests) -> tuple[Memory, ...]:
         return tuple([part.init(requests) for part in parts])
 
-    def observe(
-        memories: tuple[Memory, ...], step: Step, requests: Requests
-    ) -> tuple[Memory, ...]:
+    def observe(memories: tuple[Memory, ...], step: Step, requests: Requests) -> tuple[Memory, ...]:
         pairs = zip(parts, memories, strict=True)
         return tuple([part.observe(memory, step, requests) for part, memory in pairs])
 

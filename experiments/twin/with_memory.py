@@ -124,9 +124,7 @@ def vtc(input_weight: int = 1, output_weight: int = 2) -> WithMemory:
         prompts = jnp.where(plan.admitted & ~memory.served, requests.prompt_len, 0)
         counters = counters.at[user].add(input_weight * prompts)
         last_entry = last_of(plan.places, plan.admitted)
-        last = jnp.where(
-            jnp.any(plan.admitted), item_of(counters[user], last_entry), memory.last
-        )
+        last = jnp.where(jnp.any(plan.admitted), item_of(counters[user], last_entry), memory.last)
         counters = counters.at[user].add(output_weight * plan.samples)
         memory = Service(counters, memory.served | plan.admitted, last)
         places = arrivals(step.after)
@@ -209,11 +207,10 @@ class Waits(NamedTuple):
         return jnp.any(waiting & (self.since != self.step))
 
     def after(self, step: Step, earlier: Ints) -> Waits:
-        """The waits after a step.
+        """The waits after a step. One that sends a sequence back counts as a step of waiting.
 
         Args:
-            earlier: int32 [N], steps that count of those who were admitted. A step that sends a
-                sequence back counts, too.
+            earlier: int32 [N], of which `earlier` each goes on.
         """
         number = self.step + 1
         plan = step.plan
@@ -315,9 +312,7 @@ def mlfq(
         """The jobs after some work: at the next level if a quantum is used up."""
         work = memory.work + units
         used_up = (units > 0) & (work >= jnp.asarray(quanta)[memory.level])
-        return memory._replace(
-            level=memory.level + used_up, work=jnp.where(used_up, 0, work)
-        )
+        return memory._replace(level=memory.level + used_up, work=jnp.where(used_up, 0, work))
 
     def init(requests: Requests) -> Jobs:
         zeros = jnp.zeros_like(requests.user)

@@ -261,7 +261,9 @@ def test_what_is_not_on_arrays_is_refused(change, message):
 def test_each_shipped_policy_is_on_arrays_or_refused_with_a_reason():
     assert set(policies.POLICIES) | set(policies.REFUSED) == set(POLICIES)
     for name, reason in policies.REFUSED.items():
-        with refused(f"the policy '{name}' is not on arrays: {reason}; use one of fcfs, .*simulator"):
+        with refused(
+            f"the policy '{name}' is not on arrays: {reason}; use one of fcfs, .*simulator"
+        ):
             policies.find(name)
     with refused("the policy 'mine' is not on arrays; use one of fcfs"):
         policies.find("mine")

@@ -183,7 +183,8 @@ def test_policies_take_turns_at_the_worlds_multiple_of_an_engines_capacity(
     rate_of_worlds = measured.load([first], COUNT / seconds_of_worlds)
     np.testing.assert_allclose(rate, rate_of_worlds, rtol=1e-2)
 
-    assert [len(values) for values in measured.mean_latencies(engines, episodes, tmp_path, -1.0).values()] == [0, 0]
+    too_late = measured.mean_latencies(engines, episodes, tmp_path, -1.0)
+    assert [len(values) for values in too_late.values()] == [0, 0]
     means = measured.mean_latencies(engines, episodes, tmp_path, 600.0)
     assert all(np.all(values > 0) for values in means.values())
     by_name = replay.with_own([policy])
@@ -191,9 +192,13 @@ def test_policies_take_turns_at_the_worlds_multiple_of_an_engines_capacity(
         "learned": (network.order, weights),
         "fcfs": (policies.without_parameters(policies.fcfs), None),
     }
-    written = [measured.recording(tmp_path, "learned", number).stat().st_mtime_ns for number in (0, 1)]
-    written_fcfs = [measured.recording(tmp_path, "fcfs", number).stat().st_mtime_ns for number in (0, 1)]
-    assert written[0] < written_fcfs[0] < written_fcfs[1] < written[1], "each begins in its turn"
+
+    def written_at(name: str, number: int) -> int:
+        return measured.recording(tmp_path, name, number).stat().st_mtime_ns
+
+    turns = [("learned", 0), ("fcfs", 0), ("fcfs", 1), ("learned", 1)]
+    times = [written_at(*turn) for turn in turns]
+    assert times == sorted(times), "each begins in its turn"
     for name, decide in decides.items():
         equal = [
             measured.equal_steps(
@@ -202,8 +207,11 @@ def test_policies_take_turns_at_the_worlds_multiple_of_an_engines_capacity(
             for number, requests in enumerate(episodes)
         ]
         assert min(equal) > 0
-    in_learned = measured.recording(tmp_path, "learned", 0)
-    assert measured.equal_steps(in_learned, by_name, first, SIZES, *decides["fcfs"]) == 0
+
+    path = tmp_path / "at-once.jsonl"
+    measured.run(llm.engine, at_once, path)
+    assert measured.equal_steps(path, by_name, at_once, SIZES, *decides["learned"]) > 0
+    assert measured.equal_steps(path, by_name, at_once, SIZES, *decides["fcfs"]) == 0
 
 
 def test_so_many_episodes_are_needed_that_chance_has_little_part():
