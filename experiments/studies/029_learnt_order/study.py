@@ -4,9 +4,9 @@ oracle: on arrays, in the simulator, in an engine, on other loads and on recorde
 There is no published number. The runs of training are in runs/029_learnt_order, and go on where they
 were stopped. The engine has a random Llama, because an order knows no token; its seconds are those
 of this machine. Its requests arrive at the multiple of its capacity that the worlds have
-(twin/measured.py). How many episodes it plays, and how long at most, is fixed here: four times as
-many as the worlds with its step times need (the study says how many), because the time of a machine
-scatters too.
+(twin/measured.py). How many episodes it plays, and how long at most, is fixed here: more than twice
+as many as the worlds need, because the time of a machine scatters, too. The answer says how many
+worlds with the engine's own step times need.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Size(NamedTuple):
     windows: int
 
 
-FULL = Size(SETUP, SEEDS, episodes=256, simulated=24, measured=64, measured_s=300.0, windows=16)
+FULL = Size(SETUP, SEEDS, episodes=256, simulated=24, measured=48, measured_s=240.0, windows=16)
 QUICK = Size(
     dataclasses.replace(SETUP, steps=2, pairs=2, worlds=2, held_out=8, requests=12, units=3),
     seeds=(0,),
@@ -507,12 +507,12 @@ def load_sentence(in_engine: InEngine, size: Size) -> str:
         for name, count in needed.items()
     ]
     return (
-        f"There, {size.setup.requests} requests arrive at {in_engine.load:.2f} of the capacity that "
-        f"was measured before, {speed.capacity:.0f} requests a second, as in the worlds, of which "
-        f"its times are {speed.stretch:.3f}. Worlds with its step times need "
-        f"{' and '.join(counts)} to exclude no difference with a probability of {measured.POWER}. "
-        f"The rule was to stop after {size.measured} episodes or {size.measured_s:.0f} s; "
-        f"{len(in_engine.latencies[LEARNED])} were played."
+        f"In the engine, the requests of an episode arrive at {in_engine.load:.2f} times its "
+        f"capacity, as in the worlds. The capacity was measured before: {speed.capacity:.0f} "
+        f"requests a second, {1 / speed.stretch:.1f} times that of the worlds. Worlds with its step "
+        f"times need {' and '.join(counts)} to exclude no difference with a probability of "
+        f"{measured.POWER}. The rule, fixed before: stop after {size.measured} episodes, or the "
+        f"first one behind {size.measured_s:.0f} s. {len(in_engine.latencies[LEARNED])} were played."
     )
 
 

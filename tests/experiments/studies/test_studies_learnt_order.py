@@ -31,7 +31,7 @@ def test_the_study_runs_quick_on_given_traces(tmp_path):
     findings = reproduce.run(name, True, tmp_path)
     answer = " ".join(findings["answer"])
     assert "In 6 of 6 measured runs" in answer
-    assert "to stop after 2 episodes or 60 s" in answer
+    assert "stop after 2 episodes, or the first one behind 60 s. 2 were played." in answer
     assert "learning.svg" in findings["svg"]
     assert len(findings["tables"]) == 4
 
