@@ -503,7 +503,7 @@ def load_sentence(in_engine: InEngine, size: Size) -> str:
         if name != LEARNED
     }
     counts = [
-        f"{'no number of' if count is None else count} episodes against {name}"
+        f"{count or f'more than {measured.MOST_EPISODES}'} episodes against {name}"
         for name, count in needed.items()
     ]
     return (
