@@ -82,7 +82,7 @@ POLICIES: dict[str, ArrayPolicy] = {
 # shipped policies that are not on arrays -> why
 REFUSED = {
     "longest_prefix": "there is no prefix cache, so it would be fcfs",
-    "deadline": "requests have neither a deadline nor a service class, so it would be fcfs",
+    "deadline": "requests have neither a deadline nor a service class, so all would have one target",
     "early_rejection": "nothing is rejected there",
 }
 
