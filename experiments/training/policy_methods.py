@@ -26,9 +26,9 @@ from experiments.twin import environment, network, scheduler
 from experiments.twin.environment import Environment, Params
 from experiments.twin.learned import FRACTION
 from experiments.twin.network import Integers, Scorer
-from experiments.twin.policies import all_offered, arrivals
+from experiments.twin.policies import all_offered
 from experiments.twin.rollout import cached, returns
-from experiments.twin.scheduler import ENDED, RUNNING, WAITING, Plan, Sizes
+from experiments.twin.scheduler import ENDED, RUNNING, WAITING, Plan, Sizes, arrivals
 
 Vector = jax.Array  # float32 [parameters]
 Episodes = Callable[[jax.Array, int], jax.Array]  # (step, count) -> keys

@@ -56,14 +56,8 @@ from experiments.twin.cost import MICROSECONDS, Cost
 from experiments.twin.environment import Environment, Params
 from experiments.twin.learned import LARGEST_PATIENCE, MOST_UNITS
 from experiments.twin.network import Integers, Scorer
-from experiments.twin.rollout import (
-    Decide,
-    Difference,
-    cached,
-    difference,
-    returns,
-    shortest_left,
-)
+from experiments.twin.policies import Decide
+from experiments.twin.rollout import Difference, cached, difference, returns, shortest_left
 from experiments.twin.scheduler import Requests, Sizes
 from pagedjax.engine import compilations
 from pagedjax.options.config import one_of

@@ -21,8 +21,8 @@ from experiments.twin.learned import (
     WEIGHT_FRACTION,
     Network,
 )
-from experiments.twin.policies import all_offered, arrivals
-from experiments.twin.scheduler import Ints, Order, Requests, State
+from experiments.twin.policies import all_offered
+from experiments.twin.scheduler import Ints, Order, Requests, State, arrivals
 
 FLOAT_BITS = 24  # of a float32's number, the hidden first one included
 FLOAT_BIAS = 127  # of its exponent

@@ -1,31 +1,40 @@
-"""The shipped policies that need no memory, as functions of arrays: (state, requests) -> `Order`.
-
-They decide as the policies of pagedjax/host/policies/policy.py do. "longest_prefix" is not here,
-because there is no prefix cache: it would be "fcfs". Policies with memory (mlfq, srtf, vtc,
-deadline, early_rejection) are not here: they evict, reject or read the time.
+"""The shipped policies on arrays, by name. Those without memory are functions here, (state, requests)
+-> `Order`, and decide as those of pagedjax/host/policies/policy.py do; those with memory are in
+with_memory.py. REFUSED says why the others are not on arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.twin.scheduler import RUNNING, WAITING, Ints, Order, Requests, State
+from experiments.twin import with_memory
+from experiments.twin.scheduler import (
+    RUNNING,
+    STAYS,
+    WAITING,
+    Ints,
+    Order,
+    Requests,
+    State,
+    arrivals,
+)
+from experiments.twin.with_memory import Memory, Step, WithMemory
 from pagedjax.host.policies import RATE, WINDOW
 
-ArrayPolicy = Callable[[State, Requests], Order]
+Function = Callable[[State, Requests], Order]
+ArrayPolicy = Function | WithMemory
+# (a policy's own parameters, state, requests) -> the order of a step; or one with a memory
+Decide = Callable[[Any, State, Requests], Order] | WithMemory
 
 
 def all_offered(score: Ints) -> Order:
     """The order by a score, in which each waiting sequence may enter."""
     return Order(score, jnp.ones_like(score, bool))
-
-
-def arrivals(state: State) -> Ints:
-    """int32 [N]: 0, 1, 2 ... in the order of submission."""
-    return jnp.arange(state.phase.shape[0], dtype=jnp.int32)
 
 
 def fcfs(state: State, requests: Requests) -> Order:
@@ -65,29 +74,74 @@ def static(state: State, requests: Requests) -> Order:
 
 
 POLICIES: dict[str, ArrayPolicy] = {
-    function.__name__: function for function in (fcfs, priority, shortest, fair, static)
+    **{function.__name__: function for function in (fcfs, priority, shortest, fair, static)},
+    "vtc": with_memory.vtc(),
+    "mlfq": with_memory.mlfq(),
+    "srtf": with_memory.srtf(),
+}
+# shipped policies that are not on arrays -> why
+REFUSED = {
+    "longest_prefix": "there is no prefix cache, so it would be fcfs",
+    "deadline": "requests have neither a deadline nor a service class, so all would have one target",
+    "early_rejection": "nothing is rejected there",
 }
 
 
 def find(name: str) -> ArrayPolicy:
-    """The policy of that name.
+    """The policy of that name, with its default parameters.
 
     Raises:
-        ValueError: it is not here.
+        ValueError: it is not here; says why.
     """
     if name not in POLICIES:
+        reason = f": {REFUSED[name]}" if name in REFUSED else ""
         raise ValueError(
-            f"the policy {name!r} is not on arrays; use one of {', '.join(POLICIES)}, a policy of "
-            "your own (state, requests) -> Order, or the simulator"
+            f"the policy {name!r} is not on arrays{reason}; use one of {', '.join(POLICIES)}, a "
+            "policy of your own (state, requests) -> Order or a WithMemory, or the simulator"
         )
     return POLICIES[name]
 
 
-def any_of(index: jax.Array, state: State, requests: Requests) -> Order:
-    """The order of the policy with this index in `POLICIES`: one program for all of them."""
-    return jax.lax.switch(index, list(POLICIES.values()), state, requests)
+def remembering(decide: Decide, parameters: Any) -> WithMemory:
+    """The policy with its parameters, as one with a memory, which is empty if it needs none."""
+    if isinstance(decide, WithMemory):
+        return decide
+    return WithMemory(
+        init=lambda requests: (),
+        observe=lambda memory, step, requests: memory,
+        order=lambda memory, state, requests: decide(parameters, state, requests),
+    )
 
 
-def without_parameters(policy: ArrayPolicy) -> Callable[[object, State, Requests], Order]:
+def any_of(index: jax.Array, choices: Sequence[ArrayPolicy]) -> WithMemory:
+    """The policy with this index: one program for all of them. It remembers what each would."""
+    parts = [remembering(without_parameters(policy), None) for policy in choices]
+
+    def init(requests: Requests) -> tuple[Memory, ...]:
+        return tuple([part.init(requests) for part in parts])
+
+    def observe(memories: tuple[Memory, ...], step: Step, requests: Requests) -> tuple[Memory, ...]:
+        pairs = zip(parts, memories, strict=True)
+        return tuple([part.observe(memory, step, requests) for part, memory in pairs])
+
+    def order(memories: tuple[Memory, ...], state: State, requests: Requests) -> Order:
+        pairs = zip(parts, memories, strict=True)
+        branches = [partial(_evicting, part, memory) for part, memory in pairs]
+        return jax.lax.switch(index, branches, state, requests)
+
+    return WithMemory(init, observe, order)
+
+
+def _evicting(policy: WithMemory, memory: Memory, state: State, requests: Requests) -> Order:
+    """The order of a policy, in the form of those that evict."""
+    order = policy.order(memory, state, requests)
+    if order.evicted is None:
+        return order._replace(evicted=jnp.full_like(order.score, STAYS))
+    return order
+
+
+def without_parameters(policy: ArrayPolicy) -> Decide:
     """The policy as one that is given parameters, and needs none."""
+    if isinstance(policy, WithMemory):
+        return policy
     return lambda parameters, state, requests: policy(state, requests)

@@ -8,6 +8,7 @@ plans.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -16,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.twin import scheduler
-from experiments.twin.rollout import Decide
+from experiments.twin.policies import Decide, Memory, remembering
 from experiments.twin.scheduler import Requests, Sizes
+from experiments.twin.with_memory import Step
 from pagedjax.host import replay
 from pagedjax.host.policies import POLICIES, Policy
+
+TOGETHER = 256  # numbers of steps are rounded up to a multiple, so that runs share a program
 
 
 class Decision(NamedTuple):
@@ -88,21 +92,39 @@ def on_arrays(
 
     policy: what `decide` gets first.
     """
-
-    @jax.jit
-    def run(requests: Requests, policy: Any, submitted: jax.Array) -> scheduler.Plan:
-        def step(state: scheduler.State, number: jax.Array) -> tuple[scheduler.State, Any]:
-            state = scheduler.submit(state, submitted <= number)
-            order = decide(policy, state, requests)
-            planned, plan = scheduler.schedule(state, sizes, order)
-            return scheduler.commit(planned, plan, requests)[0], plan
-
-        numbers = jnp.arange(num_steps, dtype=jnp.int32)
-        return jax.lax.scan(step, scheduler.init(sizes, requests), numbers)[1]
-
     arrays = Requests(*map(jnp.asarray, requests))
-    plans = jax.device_get(run(arrays, policy, jnp.asarray(submitted)))
+    rounded = -(-num_steps // TOGETHER) * TOGETHER
+    plans = jax.device_get(
+        _plans(arrays, sizes, policy, jnp.asarray(submitted), decide=decide, num_steps=rounded)
+    )
     return [decision_of(jax.tree.map(lambda leaf, i=i: leaf[i], plans)) for i in range(num_steps)]
+
+
+@partial(jax.jit, static_argnames=("decide", "num_steps"))
+def _plans(
+    requests: Requests,
+    sizes: Sizes,
+    policy: Any,
+    submitted: jax.Array,
+    *,
+    decide: Decide,
+    num_steps: int,
+) -> scheduler.Plan:
+    """The plans of the first steps, stacked."""
+    decider = remembering(decide, policy)
+
+    def step(carry: tuple[scheduler.State, Memory], number: jax.Array) -> tuple[Any, Any]:
+        state, memory = carry
+        order = decider.order(memory, state, requests)
+        planned, plan = scheduler.schedule(state, sizes, order)
+        committed, _ = scheduler.commit(planned, plan, requests)
+        after = scheduler.submit(committed, submitted <= number + 1)
+        memory = decider.observe(memory, Step(state, plan, after), requests)
+        return (after, memory), plan
+
+    numbers = jnp.arange(num_steps, dtype=jnp.int32)
+    state = scheduler.submit(scheduler.init(sizes, requests), submitted <= 0)
+    return jax.lax.scan(step, (state, decider.first(state, requests)), numbers)[1]
 
 
 def decision_of(plan: scheduler.Plan) -> Decision:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +11,9 @@ from scipy import stats
 
 from experiments.twin import scheduler
 from experiments.twin.environment import Environment, Params, State
-from experiments.twin.policies import all_offered
+from experiments.twin.policies import Decide, Memory, all_offered, remembering
 from experiments.twin.scheduler import ENDED, Order, Requests
-
-# (a policy's own parameters, state, requests) -> the order of a step
-Decide = Callable[[Any, scheduler.State, Requests], Order]
+from experiments.twin.with_memory import Step
 
 
 def returns(
@@ -34,7 +31,7 @@ def returns(
     offers none. It is also NaN if the time of a world is beyond int32.
 
     Args:
-        policy: what `decide` gets first, the same for all worlds.
+        policy: what `decide` gets first, the same for all worlds; not used by one with memory.
         keys: [worlds].
         together: how many worlds one loop plays; it ends when the last of them has ended. Loops
             follow each other. None: one loop plays all. `cached()` is the best number on this
@@ -53,20 +50,29 @@ def played(
 ) -> tuple[State, jax.Array]:
     """As `returns` -> (the last state of each world, sums of rewards)."""
 
-    def episode(key: jax.Array) -> tuple[State, jax.Array]:
-        def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            state, total = carry
-            order = decide(policy, state.scheduler, state.requests)
-            _, after, reward, done, info = world.step_env(key, state, order, params)
-            computes = jnp.any(info["plan"].counts > 0) & (after.now >= state.now)
-            return after, total + jnp.where(done | computes, reward, jnp.nan)
+    decider = remembering(decide, policy)
 
-        def unfinished(carry: tuple[State, jax.Array]) -> jax.Array:
-            state, total = carry
+    def episode(key: jax.Array) -> tuple[State, jax.Array]:
+        def step(carry: tuple[State, Memory, jax.Array]) -> tuple[State, Memory, jax.Array]:
+            state, memory, total = carry
+            requests = state.requests
+            order = decider.order(memory, state.scheduler, requests)
+            _, after, reward, done, info = world.step_env(key, state, order, params)
+            plan = info["plan"]
+            seen = Step(state.scheduler, plan, after.scheduler)
+            memory = decider.observe(memory, seen, requests)
+            computes = jnp.any(plan.counts > 0) & (after.now >= state.now)
+            return after, memory, total + jnp.where(done | computes, reward, jnp.nan)
+
+        def unfinished(carry: tuple[State, Memory, jax.Array]) -> jax.Array:
+            state, _, total = carry
             return jnp.any(state.scheduler.phase != ENDED) & ~jnp.isnan(total)
 
         state = world.reset(key, params)[1]
-        return jax.lax.while_loop(unfinished, step, (state, jnp.float32(0)))
+        memory = decider.first(state.scheduler, state.requests)
+        first = (state, memory, jnp.float32(0))
+        state, _, total = jax.lax.while_loop(unfinished, step, first)
+        return state, total
 
     return jax.lax.map(episode, keys, batch_size=together or len(keys))
 

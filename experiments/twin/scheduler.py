@@ -14,6 +14,7 @@ Rules of the scheduler (the numbers of its docstring) and what they are here:
 3.    Waiting sequences enter in the policy's order, until rows, tokens or blocks are used up.
 5.    Running sequences leave, the last of the policy's order first, until the free blocks suffice.
 7.    By recomputation: nothing computed, nothing kept.
+11.   Evictions of a policy with memory (with_memory.py) come before 1 to 5.
 
 What is left out, and refused by name (`Sizes.of`): swapping, groups of layers, steps of one kind,
 whole prompts, contiguous reservations. `Requests` have no place for prefix caching, branches, beams
@@ -43,6 +44,7 @@ RUNNING = 2
 ENDED = 3
 
 NO_STEP = -1
+STAYS = -1  # instead of the place of a sequence that is evicted
 
 LARGEST_SCORE = 2**30  # of either sign
 
@@ -123,10 +125,13 @@ class Order(NamedTuple):
     score: int32 [N], within LARGEST_SCORE. Waiting sequences are offered admission by the lowest
         score, running ones are preempted by the highest; ties go to the earlier arrival.
     offered: bool [N]: which waiting sequences may enter.
+    evicted: int32 [N]: the places of running sequences that are sent back to the queue before the
+        step, 0, 1 ...; STAYS of the others. None: nobody is, as under policies without memory.
     """
 
     score: Ints
     offered: Flags
+    evicted: Ints | None = None
 
 
 class Plan(NamedTuple):
@@ -135,8 +140,9 @@ class Plan(NamedTuple):
     counts: int32, tokens to compute of each sequence; 0: it has no row.
     starts: int32, tokens of each that are in the cache before the step.
     lengths: int32, known tokens of each before the step.
+    preempted: bool, who was evicted by the policy, and then who was preempted for its blocks.
     places: int32, the place of a sequence among those that the step admitted, or among those that
-        it preempted (no step does both).
+        it preempted.
     """
 
     counts: Ints
@@ -184,6 +190,10 @@ def blocks_for(tokens: Ints, sizes: Sizes) -> Ints:
 
 def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
     """What the next step computes. A plan without rows has counts of 0 alone."""
+    evicted = None
+    if order.evicted is not None:
+        evicted = order.evicted != STAYS
+        state = _sent_back(state, evicted)
     state, preempted, exits = _make_room(state, sizes, order.score)
 
     running = state.phase == RUNNING
@@ -199,6 +209,10 @@ def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
         tokens=budget - jnp.sum(of_prompts),
         blocks=state.free_blocks,
     )
+    if evicted is not None:
+        order = order._replace(offered=order.offered & ~evicted)
+        exits = jnp.where(evicted, order.evicted, exits + jnp.sum(evicted))
+        preempted = preempted | evicted
     entry = _admit(state, sizes, order, room)
     admitted = entry.counts > 0
     state = state._replace(
@@ -255,7 +269,7 @@ def _admit(state: State, sizes: Sizes, order: Order, room: Room) -> Entry:
 
     def ask_next(entry: Entry) -> Entry:
         next_one = first_of(order.score, entry.waits)
-        length = _value(state.length, next_one)
+        length = item_of(state.length, next_one)
         need = blocks_for(length, sizes)
         fits = need <= entry.room.blocks
         enters = next_one & fits
@@ -294,7 +308,7 @@ def _make_room(state: State, sizes: Sizes, score: Ints) -> tuple[State, Flags, I
         stays, places, number, missing = carry
         last = last_of(score, stays)
         places = jnp.where(last, number, places)
-        return stays & ~last, places, number + 1, missing - _value(spared, last)
+        return stays & ~last, places, number + 1, missing - item_of(spared, last)
 
     missing = jnp.sum(full) - state.free_blocks
     stays, places, _, _ = jax.lax.while_loop(
@@ -302,14 +316,22 @@ def _make_room(state: State, sizes: Sizes, score: Ints) -> tuple[State, Flags, I
     )
     preempted = running & ~stays
     grows = full & stays
-    returned = jnp.sum(jnp.where(preempted, state.blocks, 0))
+    state = _sent_back(state, preempted)
     state = state._replace(
-        phase=jnp.where(preempted, WAITING, state.phase),
-        computed=jnp.where(preempted, 0, state.computed),
-        blocks=jnp.where(preempted, 0, state.blocks + grows),
-        free_blocks=state.free_blocks + returned - jnp.sum(grows),
+        blocks=state.blocks + grows, free_blocks=state.free_blocks - jnp.sum(grows)
     )
     return state, preempted, places
+
+
+def _sent_back(state: State, chosen: Flags) -> State:
+    """The state in which these running sequences wait, with nothing computed."""
+    returned = jnp.sum(jnp.where(chosen, state.blocks, 0))
+    return state._replace(
+        phase=jnp.where(chosen, WAITING, state.phase),
+        computed=jnp.where(chosen, 0, state.computed),
+        blocks=jnp.where(chosen, 0, state.blocks),
+        free_blocks=state.free_blocks + returned,
+    )
 
 
 def first_of(score: Ints, among: Flags) -> Flags:
@@ -328,8 +350,13 @@ def last_of(score: Ints, among: Flags) -> Flags:
     return places == jnp.max(jnp.where(equals, places, -1))
 
 
-def _value(column: Ints, chosen: Flags) -> Ints:
-    """int32 []: the item of the column that is chosen."""
+def arrivals(state: State) -> Ints:
+    """int32 [N]: 0, 1, 2 ... in the order of submission."""
+    return jnp.arange(state.phase.shape[0], dtype=jnp.int32)
+
+
+def item_of(column: Ints, chosen: Flags) -> Ints:
+    """int32 []: the item of the column that is chosen; 0 if none is."""
     return jnp.sum(jnp.where(chosen, column, 0))
 
 

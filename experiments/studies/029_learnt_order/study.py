@@ -3,7 +3,10 @@ oracle: on arrays, in the simulator, in an engine, on other loads and on recorde
 
 There is no published number. The runs of training are in runs/029_learnt_order, and go on where they
 were stopped. The engine has a random Llama, because an order knows no token; its seconds are those
-of this machine.
+of this machine. Its requests arrive at the multiple of its capacity that the worlds have
+(twin/measured.py). How many episodes it plays, and how long at most, is fixed here: more than twice
+as many as the worlds need, because the time of a machine scatters, too. The answer says how many
+worlds with the engine's own step times need.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import numpy as np
 
 from experiments.analysis import figures
 from experiments.bench.random_llama import SHAPES, random_model
-from experiments.core.drive import drive
 from experiments.core.workloads import AZURE
 from experiments.simulation.cost import CHIPS, Roofline
 from experiments.simulation.cost import SHAPES as SIMULATED
@@ -29,12 +31,13 @@ from experiments.studies.findings import Findings, markdown, recorded_file
 from experiments.training import train_policy
 from experiments.training.policy_methods import METHODS
 from experiments.training.train_policy import Setup, world_of
-from experiments.twin import learned, network, policies, recorded, simulated, workloads
-from experiments.twin.cost import MICROSECONDS
+from experiments.twin import learned, measured, network, policies, simulated, workloads
+from experiments.twin.cost import MICROSECONDS, Cost
 from experiments.twin.environment import Environment, Params
+from experiments.twin.measured import Speed
 from experiments.twin.network import Integers
-from experiments.twin.policies import all_offered
-from experiments.twin.rollout import Decide, Difference, cached, difference, returns, shortest_left
+from experiments.twin.policies import Decide, all_offered
+from experiments.twin.rollout import Difference, cached, difference, returns, shortest_left
 from experiments.twin.scheduler import Order, Requests, Sizes
 from experiments.twin.scheduler import State as Scheduled
 from experiments.twin.workloads import LATEST, Lengths, Poisson, of_arrays
@@ -63,6 +66,9 @@ SCALES = (1.0, 0.75, 0.5)  # of the times of the recorded requests
 LONGEST_PROMPT = 7000
 LONGEST_OUTPUT = 1000
 EPISODES_KEY = 29_000_000
+CAPACITY_EPISODES = 6  # by which the capacity of the engine is measured
+IN_ENGINE = "in the engine"
+EXPECTED = "in worlds with the engine's step times"
 # the engine: a step of this model takes milliseconds on a CPU, most of them on the host
 MODEL = SHAPES["small"] | {
     "hidden_size": 64,
@@ -80,7 +86,8 @@ class Size(NamedTuple):
     """How much the study runs.
 
     setup: of the training. seeds: of the training.
-    episodes: on arrays. simulated: in the simulator. measured: in the engine.
+    episodes: on arrays. simulated: in the simulator. measured: in the engine, at most.
+    measured_s: seconds after which no episode begins in the engine.
     windows: of a trace.
     """
 
@@ -89,16 +96,18 @@ class Size(NamedTuple):
     episodes: int
     simulated: int
     measured: int
+    measured_s: float
     windows: int
 
 
-FULL = Size(SETUP, SEEDS, episodes=256, simulated=24, measured=16, windows=16)
+FULL = Size(SETUP, SEEDS, episodes=256, simulated=24, measured=48, measured_s=240.0, windows=16)
 QUICK = Size(
     dataclasses.replace(SETUP, steps=2, pairs=2, worlds=2, held_out=8, requests=12, units=3),
     seeds=(0,),
     episodes=8,
     simulated=2,
     measured=2,
+    measured_s=60.0,
     windows=2,
 )
 
@@ -121,14 +130,15 @@ def findings_of(size: Size, runs: Path, files: Mapping[str, Path]) -> Findings:
     policy = f"{file}:POLICY"
     net = own_value("policy", f"{file}:NETWORK", learned.Network, {})
     twin = Twin(size.setup, network.weights_of(net))
-    in_engine, equal_decisions = measured_latencies(twin, policy, size.measured)
+    in_engine = compare_in_engine(twin, policy, size)
     places = {
-        "on arrays": twin.latencies(twin.params.workload, size.episodes),
+        "on arrays": twin.latencies(twin.params, size.episodes),
         "in the simulator": simulated_latencies(twin, policy, size.simulated),
-        "in the engine": in_engine,
+        IN_ENGINE: in_engine.latencies,
+        EXPECTED: {name: in_engine.expected[name] for name in in_engine.latencies},
     }
     loads = {
-        name: twin.latencies(workload, size.episodes)
+        name: twin.latencies(twin.params._replace(workload=workload), size.episodes)
         for name, workload in scenarios(size.setup).items()
     }
     recorded_loads = recorded_latencies(twin, size, files)
@@ -136,7 +146,8 @@ def findings_of(size: Size, runs: Path, files: Mapping[str, Path]) -> Findings:
         learning_sentence(curves),
         chosen_sentence(method, seed, places["on arrays"]),
         *[place_sentence(place, values) for place, values in places.items()],
-        decisions_sentence(equal_decisions),
+        load_sentence(in_engine, size),
+        decisions_sentence(in_engine.equal_steps),
         weights_sentence(net),
         failure_sentence(loads, recorded_loads),
     ]
@@ -231,10 +242,9 @@ class Twin:
             lambda params, keys: returns(world, decide, policy, params, keys, together=cached())
         )
 
-    def latencies(self, workload: Poisson, episodes: int) -> Latencies:
+    def latencies(self, params: Params, episodes: int) -> Latencies:
         """Of drawn episodes, the same for all policies; none of them was played in training."""
         keys = jax.random.split(jax.random.key(EPISODES_KEY), episodes)
-        params = self.params._replace(workload=workload)
         return {
             name: -np.asarray(self._program(self.world, name)(params, keys))
             for name in self.decides
@@ -356,30 +366,51 @@ def simulated_latencies(twin: Twin, policy: str, episodes: int) -> Latencies:
     }
 
 
-def measured_latencies(twin: Twin, policy: str, episodes: int) -> tuple[Latencies, list[int]]:
-    """Of an engine that is measured -> (latencies, the `equal_steps` of the learnt order, a number
-    for each episode).
+class InEngine(NamedTuple):
+    """What was measured of an engine.
 
-    The policies take turns. Arrivals are stretched by the ratio of step times, so that the load is
-    that of the worlds.
+    load: requests a second over the capacity.
+    expected: what the worlds with the engine's step times say.
+    equal_steps: of each run, see `measured.equal_steps`.
     """
+
+    speed: Speed
+    load: float
+    latencies: Latencies
+    expected: Latencies
+    equal_steps: list[int]
+
+
+def compare_in_engine(twin: Twin, policy: str, size: Size) -> InEngine:
+    """Measure the learnt order and two by hand in an engine."""
     names = {LEARNED: policy, "fcfs": "fcfs", "shortest": "shortest"}
     engines = engines_of(twin.setup, names)
-    drawn = twin.drawn(episodes)
-    stretch = stretch_of(twin, engines["fcfs"], drawn[0])
-    policies_by_name = replay.with_own([policy])
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    equal_decisions: list[int] = []
-    with TemporaryDirectory() as folder:
-        for number, episode in enumerate(drawn):
-            requests = stretched(episode, stretch)
-            turns = list(engines.items())
-            for name, engine in turns[number % 3 :] + turns[: number % 3]:
-                path = Path(folder) / f"{name}-{number}.jsonl"
-                seconds[name].append(measured_latency(engine, requests, path))
-                if name == LEARNED:
-                    equal_decisions.append(equal_steps(path, policies_by_name, twin, requests))
-    return {name: np.asarray(values) for name, values in seconds.items()}, equal_decisions
+    drawn = twin.drawn(size.measured)
+    roofline = Roofline(SIMULATED[twin.setup.model], CHIPS[twin.setup.chip])
+    config = simulated.engine_config(twin.setup, "fcfs")
+    speed = measured.speed_of(engines["fcfs"], config, roofline, drawn[:CAPACITY_EPISODES])
+    for name in engines:
+        measured.run(engines[name], drawn[0])  # warms up
+    episodes = [measured.stretched(requests, speed.stretch) for requests in drawn]
+    expected = twin.latencies(params_of_engine(twin, speed), size.episodes)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        latencies = measured.mean_latencies(engines, episodes, folder, size.measured_s)
+        by_name = replay.with_own([policy])
+        sizes = twin.params.sizes
+        equal_steps = [
+            measured.equal_steps(
+                measured.recording(folder, name, number),
+                by_name,
+                episodes[number],
+                sizes,
+                *twin.decides[name],
+            )
+            for name, values in latencies.items()
+            for number in range(len(values))
+        ]
+    load = measured.load(episodes, speed.capacity)
+    return InEngine(speed, load, latencies, expected, equal_steps)
 
 
 def engines_of(setup: Setup, policies_by_name: Mapping[str, str]) -> dict[str, Engine]:
@@ -387,22 +418,6 @@ def engines_of(setup: Setup, policies_by_name: Mapping[str, str]) -> dict[str, E
     model = random_model(MODEL, "float32")
     configs = {name: engine_config(setup, policy) for name, policy in policies_by_name.items()}
     return {name: Engine(model, config) for name, config in configs.items()}
-
-
-def stretched(requests: Requests, stretch: float) -> Requests:
-    """The requests with their arrivals times `stretch`."""
-    arrival = np.minimum(stretch * requests.arrival, LATEST).astype(np.int32)
-    return requests._replace(arrival=arrival)
-
-
-def measured_latency(engine: Engine, requests: Requests, path: Path) -> float:
-    """Mean seconds from arrival to end in an engine, which records the run."""
-    engine.reset()
-    engine.record(path)
-    start, results = drive(engine, simulated.items_of(requests), simulated.SAMPLING)
-    engine.record(None)
-    run = simulated.run_of(results, start, len(requests.arrival))
-    return simulated.mean_latency(run, requests)
 
 
 def engine_config(setup: Setup, policy: str) -> EngineConfig:
@@ -416,39 +431,13 @@ def engine_config(setup: Setup, policy: str) -> EngineConfig:
     )
 
 
-def equal_steps(
-    path: Path, policies_by_name: Mapping[str, Any], twin: Twin, requests: Requests
-) -> int:
-    """The steps of a recorded run, if all of them are those of the scheduler on arrays; else 0."""
-    if not replay.verify(path, policies_by_name).identical:
-        return 0
-    decisions = recorded.of_recording(path, len(requests.arrival), policies_by_name)
-    on_arrays = recorded.on_arrays(
-        requests,
-        twin.params.sizes,
-        network.order,
-        twin.weights,
-        decisions.submitted,
-        len(decisions.steps),
+def params_of_engine(twin: Twin, speed: Speed) -> Params:
+    """The worlds with the step times of an engine, and requests at its rate."""
+    workload = twin.params.workload
+    return twin.params._replace(
+        cost=Cost.of(speed.step_time, twin.params.sizes),
+        workload=workload._replace(rate=workload.rate / speed.stretch),
     )
-    differs = recorded.first_difference(on_arrays, decisions.steps) is not None
-    return 0 if differs else len(decisions.steps)
-
-
-def stretch_of(twin: Twin, engine: Any, requests: Requests) -> float:
-    """How many times as long a step of the engine takes as one of the worlds. The first run warms
-    up.
-    """
-    config = simulated.engine_config(twin.setup, "fcfs")
-    roofline = Roofline(SIMULATED[twin.setup.model], CHIPS[twin.setup.chip])
-    run = simulated.run(requests, config, roofline)
-    at_once = requests._replace(arrival=np.zeros_like(requests.arrival))
-    seconds = []
-    for _ in range(2):
-        engine.reset()
-        _, results = drive(engine, simulated.items_of(at_once), simulated.SAMPLING)
-        seconds.append(statistics.median([r.finished - r.started for r in results]))
-    return seconds[-1] / (float(np.max(run.end)) / run.steps)
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -505,14 +494,36 @@ def place_sentence(place: str, latencies: Latencies) -> str:
     )
 
 
-def decisions_sentence(equal_decisions: Sequence[int]) -> str:
-    """equal_decisions: the `equal_steps` of each run."""
-    equal = sum([number > 0 for number in equal_decisions])
-    runs = len(equal_decisions)
+def load_sentence(in_engine: InEngine, size: Size) -> str:
+    """How the rate and the number of episodes were chosen."""
+    speed = in_engine.speed
+    needed = {
+        name: measured.episodes_needed(in_engine.expected[name] - in_engine.expected[LEARNED])
+        for name in in_engine.latencies
+        if name != LEARNED
+    }
+    counts = [
+        f"{count or f'more than {measured.MOST_EPISODES}'} episodes against {name}"
+        for name, count in needed.items()
+    ]
     return (
-        f"In {equal} of {runs} measured runs the {sum(equal_decisions):,} decisions of the engine "
-        "are those of the scheduler on arrays, given the arrivals that the recording has, and the "
-        "recording replays byte for byte."
+        f"In the engine, the requests of an episode arrive at {in_engine.load:.2f} times its "
+        f"capacity, as in the worlds. The capacity was measured before: {speed.capacity:.0f} "
+        f"requests a second, {1 / speed.stretch:.1f} times that of the worlds. Worlds with its step "
+        f"times need {' and '.join(counts)} to exclude no difference with a probability of "
+        f"{measured.POWER}. The rule, fixed before: stop after {size.measured} episodes, or the "
+        f"first one behind {size.measured_s:.0f} s. {len(in_engine.latencies[LEARNED])} were played."
+    )
+
+
+def decisions_sentence(equal_steps: Sequence[int]) -> str:
+    """equal_steps: of each run, see `measured.equal_steps`."""
+    equal = sum([number > 0 for number in equal_steps])
+    runs = len(equal_steps)
+    return (
+        f"In {equal} of {runs} measured runs, those of all three orders, the {sum(equal_steps):,} "
+        "decisions of the engine are those of the scheduler on arrays, given the arrivals that the "
+        "recording has, and the recording replays byte for byte in the simulator's scheduler."
     )
 
 

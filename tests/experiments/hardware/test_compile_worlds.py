@@ -11,6 +11,9 @@ import jax
 import pytest
 
 from experiments.hardware import compile_worlds
+from experiments.twin import policies
+from experiments.twin.environment import Environment
+from experiments.twin.rollout import returns
 from pallas_kernels import aot_tpu
 
 needs_compiler = pytest.mark.skipif(
@@ -30,6 +33,16 @@ def test_worlds_lower_for_a_chip(platform):
     text = exported.mlir_module()
     assert "stablehlo.while" in text
     assert "callback" not in text
+
+
+def test_worlds_under_a_policy_that_evicts_lower_for_chips():
+    world = Environment(8)
+    params = world.default_params
+    program = jax.jit(lambda keys: returns(world, policies.find("mlfq"), None, params, keys))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))
+    exported = jax.export.export(program, platforms=["tpu", "cuda"])(keys)
+    assert exported.platforms == ("tpu", "cuda")
+    assert "callback" not in exported.mlir_module()
 
 
 @needs_compiler

@@ -29,7 +29,9 @@ def test_the_study_runs_quick_on_given_traces(tmp_path):
         (tmp_path / f"a_{kind}_trace.csv").write_text(TRACE, encoding="utf-8")
     (name,) = reproduce.choose(["029"])
     findings = reproduce.run(name, True, tmp_path)
-    assert "In 2 of 2 measured runs" in " ".join(findings["answer"])
+    answer = " ".join(findings["answer"])
+    assert "In 6 of 6 measured runs" in answer
+    assert "stop after 2 episodes, or the first one behind 60 s. 2 were played." in answer
     assert "learning.svg" in findings["svg"]
     assert len(findings["tables"]) == 4
 

@@ -6,7 +6,6 @@ so that most worlds preempt. Both sides run until a world is empty, or for STEPS
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -16,10 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from experiments.twin import policies, scheduler
+from experiments.twin import policies, scheduler, with_memory
 from experiments.twin.scheduler import Plan, Requests, Sizes, State
+from experiments.twin.with_memory import Memory, Step
 from pagedjax.host import scheduler as host
-from pagedjax.host.policies import Policy
+from pagedjax.host.policies import POLICIES, Policy, mlfq, shipped, srtf, vtc
 from pagedjax.host.types import Request, SchedulerConfig, Seq
 from tests import drawn
 from tests.refusals import refused
@@ -31,12 +31,20 @@ WORLDS = 16
 STEPS = 80
 NEVER = STEPS + 1  # an arrival
 STOP = 7  # a token
-NAMES = list(policies.POLICIES)
+SHIPPED = [(policy, shipped(name)) for name, policy in policies.POLICIES.items()]
+# with parameters that matter within STEPS steps of short requests
+QUEUES: dict[str, Any] = {"levels": 3, "quantum": 2, "ratio": 2, "prompt_work": 0.25, "patience": 9}
+WITH_PARAMETERS: list[tuple[policies.ArrayPolicy, Policy]] = [
+    (with_memory.vtc(input_weight=3, output_weight=1), vtc(input_weight=3.0, output_weight=1.0)),
+    (with_memory.srtf(patience=9, margin=2), srtf(patience=9, margin=2)),
+    (with_memory.mlfq(**QUEUES), mlfq(**QUEUES)),
+]
+CASES = SHIPPED + WITH_PARAMETERS
 
 
 class World(NamedTuple):
     """What both schedulers are given: numpy arrays. submitted: the step of each request's arrival.
-    policy: an index of `policies.POLICIES`.
+    policy: an index of CASES.
     """
 
     sizes: Sizes
@@ -82,26 +90,32 @@ def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
     )
     requests = Requests(*[column.astype(np.int32) for column in requests])
     sizes = Sizes(*np.asarray(Sizes.of(config), np.int32))
-    policy = np.int32(rng.integers(len(NAMES)))
+    policy = np.int32(rng.integers(len(CASES)))
     return World(sizes, requests, submitted.astype(np.int32), policy), config
 
 
 def run_shipped(world: World) -> tuple[Plan, Columns]:
     """All steps of a world under its shipped policy, stacked."""
-    return run_on_arrays(world, partial(policies.any_of, world.policy))
+    return run_on_arrays(world, policies.any_of(world.policy, [policy for policy, _ in CASES]))
 
 
-def run_on_arrays(world: World, policy: policies.ArrayPolicy) -> tuple[Plan, Columns]:
-    """All steps of a world, stacked."""
+def run_on_arrays(world: World, decide: policies.Decide) -> tuple[Plan, Columns]:
+    """All steps of a world under a policy that needs no parameters, stacked."""
+    policy = policies.remembering(decide, None)
 
-    def step(state: State, number: jax.Array) -> tuple[State, tuple[Plan, Columns]]:
-        state = scheduler.submit(state, world.submitted <= number)
-        order = policy(state, world.requests)
+    def step(
+        carry: tuple[State, Memory], number: jax.Array
+    ) -> tuple[tuple[State, Memory], tuple[Plan, Columns]]:
+        state, memory = carry
+        order = policy.order(memory, state, world.requests)
         planned, plan = scheduler.schedule(state, world.sizes, order)
-        state, ended = scheduler.commit(planned, plan, world.requests)
-        return state, (plan, Columns(planned, state.free_blocks, ended))
+        committed, ended = scheduler.commit(planned, plan, world.requests)
+        after = scheduler.submit(committed, world.submitted <= number + 1)
+        memory = policy.observe(memory, Step(state, plan, after), world.requests)
+        return (after, memory), (plan, Columns(planned, committed.free_blocks, ended))
 
-    first = scheduler.init(world.sizes, world.requests)
+    state = scheduler.submit(scheduler.init(world.sizes, world.requests), world.submitted <= 0)
+    first = (state, policy.first(state, world.requests))
     return jax.lax.scan(step, first, jnp.arange(STEPS, dtype=jnp.int32))[1]
 
 
@@ -207,7 +221,7 @@ def test_plans_are_those_of_the_scheduler(seed):
     stacked, pairs = draw_worlds(seed)
     plans, columns = jax.device_get(run_worlds(stacked))
     for index, (world, config) in enumerate(pairs):
-        check_world(world, config, at(plans, index), at(columns, index), NAMES[world.policy])
+        check_world(world, config, at(plans, index), at(columns, index), CASES[world.policy][1])
 
 
 def test_the_worlds_reach_every_kind_of_step():
@@ -223,8 +237,10 @@ def test_the_worlds_reach_every_kind_of_step():
     cut = (plans.counts > 0) & (plans.starts + plans.counts < plans.lengths)
     assert np.any(cut & (plans.starts > 0)), "a prompt is cut twice"
     assert np.any(columns.ended.sum(-1) > 1), "several end in one step"
+    exchanged = plans.preempted.any(-1) & plans.admitted.any(-1)
+    assert exchanged.sum() > 20, "others enter in a step that evicts"
     used = np.unique(np.concatenate([world.policy for world in worlds]))
-    assert len(used) == len(NAMES)
+    assert len(used) == len(CASES)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +258,19 @@ def test_what_is_not_on_arrays_is_refused(change, message):
         Sizes.of(config)
 
 
-def test_other_policies_are_refused():
-    with refused("the policy 'srtf' is not on arrays; use one of fcfs, .*or the simulator"):
-        policies.find("srtf")
+def test_each_shipped_policy_is_on_arrays_or_refused_with_a_reason():
+    assert set(policies.POLICIES) | set(policies.REFUSED) == set(POLICIES)
+    for name, reason in policies.REFUSED.items():
+        with refused(
+            f"the policy '{name}' is not on arrays: {reason}; use one of fcfs, .*simulator"
+        ):
+            policies.find(name)
+    with refused("the policy 'mine' is not on arrays; use one of fcfs"):
+        policies.find("mine")
+
+
+def test_parameters_that_integers_cannot_express_are_refused():
+    with refused("vtc on arrays has input_weight 0.5; it must be a whole number above 0"):
+        with_memory.vtc(input_weight=0.5)  # pyright: ignore[reportArgumentType]
+    with refused("mlfq on arrays has prompt_work 0.3; it must be a multiple of 1/16"):
+        with_memory.mlfq(prompt_work=0.3)

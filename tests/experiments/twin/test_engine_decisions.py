@@ -13,9 +13,10 @@ import pytest
 
 from experiments.core.drive import drive
 from experiments.core.submit import in_order, submit
-from experiments.twin import learned, network, recorded, simulated, workloads
+from experiments.twin import learned, measured, network, policies, recorded, simulated, workloads
 from experiments.twin.learned import FEATURES, WEIGHT_FRACTION
 from experiments.twin.network import Integers
+from experiments.twin.rollout import difference
 from pagedjax.host import replay
 from pagedjax.options.config import EngineConfig
 from tests.engine.runs import small_llm
@@ -83,9 +84,9 @@ def on_arrays_by_the_clock(requests: Any, weights: Integers) -> recorded.Decisio
 
 
 def decisions_of(path: Path, policy: str) -> recorded.Decisions:
-    policies = replay.with_own([policy])
-    assert replay.verify(path, policies).identical
-    return recorded.of_recording(path, COUNT, policies)
+    by_name = replay.with_own([policy])
+    assert replay.verify(path, by_name).identical
+    return recorded.of_recording(path, COUNT, by_name)
 
 
 def test_the_same_decisions_on_arrays_in_the_simulator_and_in_an_engine(
@@ -159,3 +160,69 @@ def test_an_engine_in_time_decides_as_the_scheduler_on_arrays(llm, weights, poli
         len(decisions.steps),
     )
     assert recorded.first_difference(with_zeros, decisions.steps) is not None, "else all orders do"
+
+
+def test_policies_take_turns_at_the_worlds_multiple_of_an_engines_capacity(
+    llm, tiny, weights, policy, tmp_path
+):
+    fcfs = small_llm(tiny, **ENGINE, policy="fcfs", enable_prefix_caching=False)
+    engines = {"learned": llm.engine, "fcfs": fcfs.engine}
+    first = drawn()
+    later = first._replace(arrival=first.arrival + 1000)
+    options = {"enable_prefix_caching": False, "token_buckets": (SIZES.budget,)}
+    config = EngineConfig(**ENGINE, policy="fcfs", **options)
+    speed = measured.speed_of(fcfs.engine, config, step_time, [first, later])
+    at_once = first._replace(arrival=np.zeros_like(first.arrival))
+    seconds_of_worlds = simulated.run(at_once, config, step_time).end.max()
+    np.testing.assert_allclose(COUNT / speed.capacity, speed.stretch * seconds_of_worlds)
+    assert set(speed.step_seconds) <= set(fcfs.engine.config.token_buckets)
+    assert min(speed.step_seconds.values()) > 0
+
+    episodes = [measured.stretched(requests, speed.stretch) for requests in (first, later)]
+    rate = measured.load(episodes, speed.capacity)
+    rate_of_worlds = measured.load([first], COUNT / seconds_of_worlds)
+    np.testing.assert_allclose(rate, rate_of_worlds, rtol=1e-2)
+
+    too_late = measured.mean_latencies(engines, episodes, tmp_path, -1.0)
+    assert [len(values) for values in too_late.values()] == [0, 0]
+    means = measured.mean_latencies(engines, episodes, tmp_path, 600.0)
+    assert all(np.all(values > 0) for values in means.values())
+    by_name = replay.with_own([policy])
+    decides = {
+        "learned": (network.order, weights),
+        "fcfs": (policies.without_parameters(policies.fcfs), None),
+    }
+
+    def written_at(name: str, number: int) -> int:
+        return measured.recording(tmp_path, name, number).stat().st_mtime_ns
+
+    turns = [("learned", 0), ("fcfs", 0), ("fcfs", 1), ("learned", 1)]
+    times = [written_at(*turn) for turn in turns]
+    assert times == sorted(times), "each begins in its turn"
+    for name, decide in decides.items():
+        equal = [
+            measured.equal_steps(
+                measured.recording(tmp_path, name, number), by_name, requests, SIZES, *decide
+            )
+            for number, requests in enumerate(episodes)
+        ]
+        assert min(equal) > 0
+
+    path = tmp_path / "at-once.jsonl"
+    measured.run(llm.engine, at_once, path)
+    assert measured.equal_steps(path, by_name, at_once, SIZES, *decides["learned"]) > 0
+    assert measured.equal_steps(path, by_name, at_once, SIZES, *decides["fcfs"]) == 0
+
+
+def test_so_many_episodes_are_needed_that_chance_has_little_part():
+    """Of gains whose spread is as large as their mean, 16: then the lower end of the interval is
+    above 0 in 19 of 20 comparisons.
+    """
+    rng = np.random.default_rng(0)
+    gains = rng.normal(1.0, 1.0, (4000, 100))
+    gains = 1.0 + (gains - gains.mean()) / gains.std()
+    count = measured.episodes_needed(gains.ravel())
+    assert count == 16
+    lows = [difference(row[:count], np.zeros(count)).low for row in gains]
+    assert abs(np.mean(np.asarray(lows) > 0) - measured.POWER) < 0.02
+    assert measured.episodes_needed(-gains.ravel()) is None

@@ -44,7 +44,7 @@ def draw_weights(rng: np.random.Generator) -> Integers:
 
 
 def run_learned(world: World, weights: Integers):
-    return run_on_arrays(world, lambda state, requests: network.order(weights, state, requests))
+    return run_on_arrays(world, lambda _, state, requests: network.order(weights, state, requests))
 
 
 run_worlds = jax.jit(jax.vmap(run_learned))

@@ -18,6 +18,7 @@ from experiments.twin.cost import Cost
 from experiments.twin.environment import NOT_YET, SEQUENCE, TOTALS, Environment, Params
 from experiments.twin.scheduler import Sizes
 from experiments.twin.spaces import Box, space_like
+from experiments.twin.with_memory import Memory, Step
 from experiments.twin.workloads import Lengths, Poisson
 from pagedjax.host.types import SchedulerConfig
 from pagedjax.options.config import EngineConfig
@@ -58,13 +59,21 @@ def episode(
     world: Environment, key: jax.Array, params: Params, policy: jax.Array
 ) -> tuple[environment.State, Any]:
     """The last state of an episode and (reward, done) of each step."""
+    decider = policies.any_of(policy, list(policies.POLICIES.values()))
 
-    def step(state: environment.State, _: None) -> tuple[environment.State, Any]:
-        order = policies.any_of(policy, state.scheduler, state.requests)
-        _observation, state, reward, done, info = world.step_env(key, state, order, params)
-        return state, (reward, done, jnp.any(info["plan"].counts > 0))
+    def step(carry: tuple[environment.State, Memory], _: None) -> tuple[Any, Any]:
+        state, memory = carry
+        requests = state.requests
+        order = decider.order(memory, state.scheduler, requests)
+        _observation, after, reward, done, info = world.step_env(key, state, order, params)
+        plan = info["plan"]
+        memory = decider.observe(memory, Step(state.scheduler, plan, after.scheduler), requests)
+        return (after, memory), (reward, done, jnp.any(plan.counts > 0))
 
-    return jax.lax.scan(step, world.reset(key, params)[1], None, length=STEPS)
+    state = world.reset(key, params)[1]
+    first = (state, decider.first(state.scheduler, state.requests))
+    (state, _), steps = jax.lax.scan(step, first, None, length=STEPS)
+    return state, steps
 
 
 # one for each reward, and one for an observation
