@@ -89,9 +89,9 @@ def lose_worker(state: Assignment, place: int) -> tuple[Assignment, Run | None]:
     else:
         starting = state.starting | {place}
     workers = {
-        worker_place: worker
-        for worker_place, worker in state.workers.items()
-        if worker_place != place
+        other_place: other_worker
+        for other_place, other_worker in state.workers.items()
+        if other_place != place
     }
     return state._replace(starting=starting, workers=workers), run
 
