@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedjax.device.cache import KVCache
+from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.device.step import StepOutput
-from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.requests import SequenceData, sequences_of_rows
 from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
