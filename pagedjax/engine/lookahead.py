@@ -231,7 +231,7 @@ def _placeholder_hashes(
     size = config.block_size
     for i in rows_that_fill(plan.starts, plan.counts, size):
         seq = plan.seqs[i]
-        if is_last and plan.lengths[i] + 1 < seq.limit and not config.views:
+        if is_last and plan.lengths[i] + 1 < seq.limit and config.sees_all:
             continue
         full = (plan.starts[i] + plan.counts[i]) // size
         hashed = len(seq.hashes)

@@ -37,7 +37,7 @@ def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int
     """
     config = state.config
     seqs, lengths, computed = state.running
-    if not seqs or (state.stops and not ends) or state.forked or config.views:
+    if not seqs or (state.stops and not ends) or state.forked or not config.sees_all:
         return 0
     if state.news is not None:
         return 0  # a policy with memory decides anew in each step

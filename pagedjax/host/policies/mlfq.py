@@ -36,14 +36,13 @@ from immutables import Map
 from pagedjax.host.policies.eviction import make_way, most_urgent
 from pagedjax.host.policies.policy import Cached, Policy, name_with
 from pagedjax.host.types import (
+    TOKEN_EVENTS,
     Admitted,
-    Beamed,
     Finished,
     PolicyEvent,
     Preempted,
     Resumed,
     Running,
-    Sampled,
     Seq,
     Submitted,
 )
@@ -152,7 +151,7 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
                     jobs[name] = Job(level, work, 0, None)
             elif isinstance(event, Finished):
                 jobs.pop(event.request_id, None)
-            elif isinstance(event, (Sampled, Beamed)):
+            elif isinstance(event, TOKEN_EVENTS):
                 for name in event.request_ids:
                     if name in jobs:
                         jobs[name] = worked(jobs[name], 1.0)._replace(waited=0)
