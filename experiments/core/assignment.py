@@ -55,7 +55,7 @@ def add_worker(state: Assignment, place: int, kind: Kind) -> Assignment:
     return state._replace(starting=state.starting - {place}, workers=workers)
 
 
-def give_run(state: Assignment, place: int, min_runs: int = 2) -> tuple[Assignment, Run | None]:
+def give_run(state: Assignment, place: int, min_runs: int) -> tuple[Assignment, Run | None]:
     """Give the worker at a place its next run; see `choose`."""
     worker = state.workers[place]
     built_by_others = {

@@ -292,7 +292,7 @@ def begin_step(
 
 
 def make_room(
-    state: SchedulerState, policy: Policy, evictions: Preemptions = NO_PREEMPTIONS
+    state: SchedulerState, policy: Policy, evictions: Preemptions
 ) -> tuple[SchedulerState, Pairs, Preemptions]:
     """Gives a block to each decode whose last block is full or must be copied. Sequences are
     preempted until the blocks suffice (rule 5).
@@ -499,7 +499,7 @@ def begin_admission(
     counts: Sequence[int],
     admission: Admission,
     *,
-    composes: bool = False,
+    composes: bool,
 ) -> Admission:
     """An admission that knows the blocks which the running sequences fill in this step, and those
     that they still need.

@@ -134,7 +134,7 @@ def prompt_text(style: Style, output: RequestOutput | GenerationRequest) -> str:
     return style.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
 
-def usage(outputs: Sequence[RequestOutput], only_echo: bool = False) -> JSON:
+def usage(outputs: Sequence[RequestOutput], only_echo: bool) -> JSON:
     """The counts of all outputs together."""
     counts = [len(branch.token_ids) for output in outputs for branch in output.outputs]
     return usage_counts(
