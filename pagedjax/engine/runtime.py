@@ -70,8 +70,8 @@ class Runtime:
     chain: the sampling options, in their order.
     blanks: by the number of samples, their arrays if no sample uses an option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
-    side_programs: by what steps return beside samples, and by the shape of a step, its program. It is
-        compiled when a step first needs it.
+    side_programs: by what steps return beside samples, and by the shape of a step, its program. It
+        is compiled when a step first needs it.
     geometry: the shapes of the cache's blocks, and who sees them.
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
