@@ -14,8 +14,8 @@ requests is their interval of 90 %, which follows from the fit's error (docs/gui
 
 With `--confirm`, a real engine is run so too, and must decide the same, with the same blocks.
 
-Exit status: 0; 1 if the engine of `--confirm` decides otherwise; 2 if the recording cannot be used or
-cannot have this change.
+Exit status: 0; 1 if the engine of `--confirm` decides otherwise; 2 if the recording cannot be used
+or cannot have this change.
 """
 
 from __future__ import annotations

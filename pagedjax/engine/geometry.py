@@ -433,8 +433,8 @@ def _pages_of_layers(
         place = layout.places[layer][1] if layout else layer
         if pages.setdefault(place, pages_of_layer) != pages_of_layer:
             raise ValueError(
-                f"layer {layer} keeps {pages_of_layer} of a block, and a layer of another window in "
-                f"the same blocks keeps {pages[place]}; let all layers keep the same arrays, or set "
-                "free_window_blocks=False"
+                f"layer {layer} keeps {pages_of_layer} of a block, and a layer of another window "
+                f"in the same blocks keeps {pages[place]}; let all layers keep the same arrays, or "
+                "set free_window_blocks=False"
             )
     return tuple([pages[place] for place in range(len(pages))])

@@ -116,8 +116,8 @@ def offered(learned: Drafting, running: Running, sequences: dict[str, SequenceDa
 
 
 def test_only_decodes_with_a_generated_token_are_offered_drafts():
-    """Not a sequence that has generated nothing, that has tokens of its prompt to compute, that is a
-    beam, or whose tokens are given.
+    """Not a sequence that has generated nothing, that has tokens of its prompt to compute, that is
+    a beam, or whose tokens are given.
     """
     options = Speculative(num_tokens=2, adaptive=False)
     always = drafting.start(Drafter("always", lambda memory, name, sequences, k: [5] * k), options)

@@ -355,8 +355,8 @@ def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
     "config", [{}, {"kv_policy": {"name": "streaming", "sinks": 4, "window": 5}}]
 )
 def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, config):
-    """It names the blocks of sequences that end. If it named all blocks, it would have the same plan
-    and the same free blocks.
+    """It names the blocks of sequences that end. If it named all blocks, it would have the same
+    plan and the same free blocks.
     """
     engine = make(tiny, 0, **config).engine
     for i in range(12):
