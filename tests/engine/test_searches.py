@@ -77,8 +77,7 @@ class LookBack(NamedTuple):
 
     def advance(self, offers: Sequence[Offer]) -> tuple[LookBack, Sequence[Continuation]]:
         totals = [
-            path.total + offer.logprobs[0]
-            for path, offer in zip(self.paths, offers, strict=True)
+            path.total + offer.logprobs[0] for path, offer in zip(self.paths, offers, strict=True)
         ]
         parent = totals.index(max(totals))
         offer = offers[parent]
