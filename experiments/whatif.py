@@ -7,15 +7,15 @@
 
 The recording must replay byte for byte. Then the changed scheduler runs on its requests, with the
 recorded tokens. As long as it decides the same, the recorded times hold. From the first other
-decision on, a step takes the seconds of a fit to the recorded steps, with what the recorded step
-deviates from it; without times, steps are counted. The table has the paired differences, request by
-request: positive ones are later in the changed run. Below those of all requests is the interval of
-90 % that the fit's error gives (docs/guides/what_if.md).
+decision on, a step takes the seconds of a fit to the recorded steps, plus the deviation of the
+recorded step from that fit. Without times, steps are counted. The table has the paired differences,
+request by request. A positive difference is later in the changed run. Below the differences of all
+requests is their interval of 90 %, which follows from the fit's error (docs/guides/what_if.md).
 
 With `--confirm`, a real engine is run so too, and must decide the same, with the same blocks.
 
-Exit status: 0; 1 if the engine of `--confirm` decides otherwise; 2 if the recording cannot be used or
-cannot have this change.
+Exit status: 0; 1 if the engine of `--confirm` decides otherwise; 2 if the recording cannot be used
+or cannot have this change.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Predicts, and confirms if that is asked for -> 1 if what is confirmed does not hold, else 0."""
+    """Predicts, and confirms if the options say so -> 1 if a confirmation does not hold, else 0."""
     confirming.check(options)
     _check(options)
     recorded = command.read(options.recording, options)
@@ -117,7 +117,7 @@ def change_of(recorded: Past, options: argparse.Namespace) -> Change:
     if options.policy is not None:
         own_policy = options.policy if names_own_value(options.policy) else None
         change = change._replace(policy=policies.find(options.policy), own_policy=own_policy)
-    values = dict([_setting(text) for text in options.set])
+    values = dict(map(_setting, options.set))
     size = values.get("block_size", recorded.config.block_size)
     if recorded.config.views and size != recorded.config.block_size:
         raise ValueError(
@@ -296,7 +296,7 @@ def notes(recorded: Past, prediction: Prediction) -> Iterator[str]:
 
 
 def _notes_on_the_clock(recorded: Past, change: Change) -> Iterator[str]:
-    """What depends on times that a changed run does not have."""
+    """What is not exact, because it depends on times that the changed run does not have."""
     cancelled = sum([output.ended == "abort" for output in recorded.outputs.values()])
     if cancelled:
         yield (

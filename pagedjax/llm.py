@@ -597,16 +597,18 @@ class LLM:
     ) -> list[Any]:
         params_of_each = [
             pooling.with_task_and_pooling(
-                item, task or item.task or "token_embed", self._loaded.pooling
+                prompt_params,
+                task or prompt_params.task or "token_embed",
+                self._loaded.pooling,
             )
-            for item in _params_of_each(params, len(prompts), PoolingParams)
+            for prompt_params in _params_of_each(params, len(prompts), PoolingParams)
         ]
         texts, sources = zip(*map(_text_and_source, prompts), strict=True)
         limit = self.engine.config.max_model_len
         requests = []
-        for text, source, params in zip(texts, sources, params_of_each, strict=True):
-            ids = pooling.last_tokens(self._tokens(source), params, limit)
-            requests.append(GenerationRequest(ids, params, text))
+        for text, source, prompt_params in zip(texts, sources, params_of_each, strict=True):
+            ids = pooling.last_tokens(self._tokens(source), prompt_params, limit)
+            requests.append(GenerationRequest(ids, prompt_params, text))
         self.warn_if_not_made_for_embeddings()
         return self._run(requests, use_tqdm, lora_request, "embedding")
 
@@ -750,7 +752,7 @@ def _prepare_kernels(config: EngineConfig) -> None:
 def _features(
     row_features: Any, logits_processors: Any
 ) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:
-    """Returns a user's own sampling options: (the names of some, the values of the others).
+    """Returns a user's own sampling options: (the names of those that are named, the others).
 
     Args:
         logits_processors: the same argument under vLLM's name.

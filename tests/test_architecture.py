@@ -442,14 +442,18 @@ def test_loaded_modules_are_seen():
 
 def test_one_generate_passes_through_few_modules(tiny_llm):
     """Modules whose functions run between the call of `LLM.generate` and its return, on a warm
-    engine.
+    engine. `step` is one thing among them: the engine's transition, and the methods that call it.
     """
     params = SamplingParams(max_tokens=4)
     prompts = ["some words", "others"]
     passed: set[str] = set()
+    modules_of_step: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        passed.add(frame.f_globals.get("__name__", ""))
+        name = frame.f_globals.get("__name__", "")
+        passed.add(name)
+        if frame.f_code.co_name == "step" and within(name, "pagedjax"):
+            modules_of_step.add(name)
 
     tiny_llm.generate(prompts, params, use_tqdm=False)
     before = sys.getprofile()
@@ -461,6 +465,7 @@ def test_one_generate_passes_through_few_modules(tiny_llm):
     project = sorted(name for name in passed if within(name, "pagedjax", "pallas_kernels"))
     assert {"pagedjax.llm", "pagedjax.engine.step", "pagedjax.host.scheduler"} <= set(project)
     assert len(project) <= 22, project
+    assert modules_of_step == {f"pagedjax.engine.{name}" for name in ("session", "engine", "step")}
 
 
 def test_the_version_is_the_same_in_the_package_its_metadata_and_the_change_log():

@@ -375,6 +375,6 @@ def digits_of(low: float, high: float) -> int:
     return 2 if high <= low else max(2, -math.floor(math.log10(high - low)))
 
 
-def ratio_text(ratio: float, digits: int = 2) -> str:
+def ratio_text(ratio: float, digits: int) -> str:
     """A ratio with so many decimals: "0.85"; far from 1 with two significant digits: "0.012"."""
     return f"{ratio:.{min(digits, 6)}f}" if 0.1 < ratio < 1000 else f"{ratio:.2g}"

@@ -92,9 +92,7 @@ class Config:
             raise ValueError("contenders is empty; name at least one")
 
 
-def w1(
-    file: str | None, vocab: int, lengths: Sequence[int] | None = None, seed: int = 1234
-) -> Work:
+def w1(file: str | None, vocab: int, lengths: Sequence[int] | None = None) -> Work:
     """The workload W1: from a file in the format of `kind: tokens`, or else drawn.
 
     lengths: the prompt and output tokens of each drawn request, instead of those of W1.
@@ -109,7 +107,7 @@ def w1(
             ) from None
         prompts, counts, _ = read_tokens(Tokens("tokens", file), text, vocab)
         return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1234)
     prompt_lengths = rng.integers(16, 257, 64)
     output_lengths = rng.integers(16, 129, 64)
     if lengths:

@@ -300,9 +300,9 @@ def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]
     }
 
 
-def run_probe(probe: Probe, times: int = 3) -> list[float]:
-    """Run a probe several times. Returns the amount per second of each run."""
-    return [float(f"{probe.amount / timed(probe.run):.5g}") for _ in range(times)]
+def run_probe(probe: Probe) -> list[float]:
+    """Run a probe three times. Returns the amount per second of each run."""
+    return [float(f"{probe.amount / timed(probe.run):.5g}") for _ in range(3)]
 
 
 def run(setup: Setup, steps: int) -> dict[str, Any]:

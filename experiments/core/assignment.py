@@ -1,12 +1,13 @@
 """Which worker makes which run: a state and its transitions, without Ray.
 
-    new(runs, places)              -> state         a worker starts at each place
-    add_worker(state, place, kind) -> state         the worker has answered, from this kind of machine
-    give_run(state, place, min_runs)  -> (state, run)  the worker's next run; None: others make the rest
-    end_run(state, place)          -> state         the worker's run has a result
-    lose_worker(state, place)      -> (state, run)  the worker is gone; if it had a run, the run has
-                                                    failed, and a new worker starts
-    active(state)                  -> bool          whether a run may still get a result
+    new(runs, places)                 -> state         a worker starts at each place
+    add_worker(state, place, kind)    -> state         the worker has answered: its kind of machine
+    give_run(state, place, min_runs)  -> (state, run)  the worker's next run; None: others make the
+                                                       rest
+    end_run(state, place)             -> state         the worker's run has a result
+    lose_worker(state, place)         -> (state, run)  the worker is gone; if it had a run, the run
+                                                       has failed, and a new worker starts
+    active(state)                     -> bool          whether a run may still get a result
 
 The runs of an engine are made on one kind of machine: that of its results and of its runs in
 progress. They are never made on another kind. If no worker of that kind is left, the other runs of
@@ -55,7 +56,7 @@ def add_worker(state: Assignment, place: int, kind: Kind) -> Assignment:
     return state._replace(starting=state.starting - {place}, workers=workers)
 
 
-def give_run(state: Assignment, place: int, min_runs: int = 2) -> tuple[Assignment, Run | None]:
+def give_run(state: Assignment, place: int, min_runs: int) -> tuple[Assignment, Run | None]:
     """Give the worker at a place its next run; see `choose`."""
     worker = state.workers[place]
     built_by_others = {
@@ -89,9 +90,9 @@ def lose_worker(state: Assignment, place: int) -> tuple[Assignment, Run | None]:
     else:
         starting = state.starting | {place}
     workers = {
-        worker_place: worker
-        for worker_place, worker in state.workers.items()
-        if worker_place != place
+        other_place: other_worker
+        for other_place, other_worker in state.workers.items()
+        if other_place != place
     }
     return state._replace(starting=starting, workers=workers), run
 

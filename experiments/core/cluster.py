@@ -235,7 +235,7 @@ def connect(
     return Workers(places[:count], alive, measured, must_connect)
 
 
-def check_address(address: str, seconds: float = 5.0) -> None:
+def check_address(address: str) -> None:
     """Raises ValueError if `address` is HOST:PORT, and no one accepts a connection there.
 
     Ray would try for minutes.
@@ -244,7 +244,7 @@ def check_address(address: str, seconds: float = 5.0) -> None:
     if not host or "://" in address or not port.isdecimal():
         return  # auto, local, ray://HOST:PORT: Ray reports what is wrong
     try:
-        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         remedy = "`ray start --head` starts a cluster; unset RAY_ADDRESS for one of this machine"
         raise ValueError(

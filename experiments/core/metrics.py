@@ -3,10 +3,14 @@
 Latencies are measured from a request's *intended* arrival, so a slow driver or engine cannot hide
 its delay.
 
-Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1 <= ... <= tk each:
+A request has one branch, or as many as `sampling.n` or `best_of` says. The k tokens of a branch
+have the times t1 <= ... <= tk. Then
+
     queue  start of the first step that computes any of the request's tokens - arrival
-    ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
-    e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
+    ttft   the earliest t1 - arrival
+    e2e    the latest tk - arrival
+    itl    the gaps t2 - t1, t3 - t2, ... of all branches
+    tpot   (tk - t1) / (k - 1), one value for each branch
 
 Output tokens are those of all branches, including those that `best_of` drops. A request is done
 when all its branches are done.

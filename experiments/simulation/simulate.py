@@ -139,7 +139,7 @@ def after_step(
     return WholeBatch(contexts, pending), ()
 
 
-def with_rows(work: Work, contexts: Sequence[int], windows: Sequence[int] = ()) -> Work:
+def with_rows(work: Work, contexts: Sequence[int], windows: Sequence[int]) -> Work:
     """The work with a further row of one token for each of `contexts`.
 
     Args:

@@ -215,5 +215,6 @@ class LayerNorm(nnx.Module):
         y = x.astype(jnp.float32)
         y = y - row_means(y)
         y = y * jax.lax.rsqrt(row_means(y * y) + self.eps)
-        weight, bias = (a[...].astype(jnp.float32) for a in (self.weight, self.bias))
+        weight = self.weight[...].astype(jnp.float32)
+        bias = self.bias[...].astype(jnp.float32)
         return (y * weight + bias).astype(x.dtype)

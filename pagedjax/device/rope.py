@@ -214,12 +214,13 @@ def check_scaling(entries: Entries) -> None:
                 f"rope scaling {kind!r} has {key} = {value!r:.40}, which is not supported; its "
                 f"entries are {', '.join(entry_names[2:]) or 'none'}{nearest}"
             )
-        is_list = key in ("factors", "short_factor", "long_factor")
-        numbers = value if is_list and isinstance(value, (tuple, list)) else (value,)
-        is_right = is_list == isinstance(value, (tuple, list))
-        is_right = is_right and all(isinstance(x, (int, float)) for x in numbers)
-        if key not in ("rope_type", "type") and not is_right:
-            rule = "a list of numbers" if is_list else "a number"
+        if key in ("rope_type", "type"):
+            continue
+        takes_list = key in ("factors", "short_factor", "long_factor")
+        is_list = isinstance(value, (tuple, list))
+        numbers = value if is_list else (value,)
+        if takes_list != is_list or not all(isinstance(x, (int, float)) for x in numbers):
+            rule = "a list of numbers" if takes_list else "a number"
             raise ValueError(f"rope scaling {kind!r}: {key} is {value!r:.40}; it must be {rule}")
     if present.get("factor", 1) < 1:
         raise ValueError(f"rope scaling {kind!r}: factor is {present['factor']}; it is at least 1")
@@ -275,7 +276,7 @@ def _yarn(frequencies: Sequence[float], entries: Entries, theta: float, _: Any) 
         last = math.ceil(last)
     first = max(first, 0)
     last = min(last, 2 * pairs - 1)
-    width = last - first or 0.001
+    width = last - first or 0.001  # as in transformers, so that nothing is divided by 0
 
     def scale(i: int, f: float) -> float:
         stretched = min(1.0, max(0.0, (i - first) / width))

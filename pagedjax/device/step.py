@@ -35,7 +35,7 @@ from pagedjax.device.sampling import (
     prompt_logprobs,
     sample,
 )
-from pagedjax.device.taps import NOTHING, SideOutputs, Tapped, inner_arrays
+from pagedjax.device.side_outputs import NOTHING, SideArrays, SideOutputs, inner_arrays
 
 Step = Callable[[Any, KVCache, OneTransfer], tuple[KVCache, "StepOutput"]]
 Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
@@ -61,7 +61,7 @@ class StepOutput(NamedTuple):
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
     # [R, H] after the final norm, of the token that each sample follows
     hidden: jax.Array | None = None
-    taps: Tapped | None = None  # what the step was made to return beside samples
+    taps: SideArrays | None = None  # the arrays of the step's side outputs
 
 
 class DraftOutput(NamedTuple):
@@ -161,7 +161,9 @@ def make_step(
             side_outputs.experts,
         )
         cache = run.cache
-        tapped = inner_arrays(module, run, batch, attend, side_outputs) if side_outputs else None
+        side_arrays = None
+        if side_outputs:
+            side_arrays = inner_arrays(module, run, batch, attend, side_outputs)
         if bound is not None:
             cache = _observe(bound, drafter, module, cache, batch, run.outputs)
         rows = _rows_of_samples(batch)
@@ -170,9 +172,10 @@ def make_step(
         sampled, sample_outputs = by_rows(
             partial(_samples_of, cache.tokens, seed, tile, chain, side_outputs), logits, rows
         )
-        if tapped is not None:
-            tapped = tapped._replace(samples=sample_outputs)
-        return cache, StepOutput(sampled, prompt, _tokens_to_feed(batch, sampled), hidden, tapped)
+        if side_arrays is not None:
+            side_arrays = side_arrays._replace(samples=sample_outputs)
+        fed = _tokens_to_feed(batch, sampled)
+        return cache, StepOutput(sampled, prompt, fed, hidden, side_arrays)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
 

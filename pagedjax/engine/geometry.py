@@ -348,7 +348,8 @@ def _layers(config: EngineConfig, part: DecoderConfig, dtype: str) -> list[Layer
     """
     width = table_width(config, _max_model_len(config))
     keeps_all = config.is_baseline or not config.free_window_blocks
-    page_dtype = config.kv_cache_dtype or dtype  # of as many bytes as that of the pages
+    # an implementation may give pages another dtype, of as many bytes
+    page_dtype = config.kv_cache_dtype or dtype
     sizes = cache.BlockSizes(
         config.block_size, part.kv_heads, part.head_dim, page_dtype, part.head_dim
     )
@@ -453,8 +454,8 @@ def _pages_of_layers(
         place = layout.places[layer][1] if layout else layer
         if pages.setdefault(place, pages_of_layer) != pages_of_layer:
             raise ValueError(
-                f"layer {layer} keeps {pages_of_layer} of a block, and a layer of another window in the "
-                f"same blocks keeps {pages[place]}; let all layers keep the same arrays, or set "
-                "free_window_blocks=False"
+                f"layer {layer} keeps {pages_of_layer} of a block, and a layer of another window "
+                f"in the same blocks keeps {pages[place]}; let all layers keep the same arrays, or "
+                "set free_window_blocks=False"
             )
     return tuple([pages[place] for place in range(len(pages))])

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedjax.device.cache import KVCache
+from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.device.step import StepOutput
-from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine.requests import SequenceData, sequences_of_rows
 from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
@@ -231,7 +231,7 @@ def _placeholder_hashes(
     size = config.block_size
     for i in rows_that_fill(plan.starts, plan.counts, size):
         seq = plan.seqs[i]
-        if is_last and plan.lengths[i] + 1 < seq.limit and not config.views:
+        if is_last and plan.lengths[i] + 1 < seq.limit and config.sees_all:
             continue
         full = (plan.starts[i] + plan.counts[i]) // size
         hashed = len(seq.hashes)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from immutables import Map
 
-from pagedjax.device.taps import NOTHING, SideOutputs
+from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.engine.lookahead import SentStep
 from pagedjax.engine.requests import EngineRequest, PreparedRequest, SequenceData
 from pagedjax.engine.runtime import Runtime

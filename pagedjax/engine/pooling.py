@@ -3,8 +3,8 @@ end.
 
 A pooled prompt is a request that samples nothing. It goes through the same steps as every other
 request, in chunks, under the same budget. The state of a last token is an output of every step. The
-states of all tokens are a tap (device/taps.py): other programs return them, which run in steps with
-a row that wants them.
+states of all tokens are a side output (device/side_outputs.py): other programs return them, which
+run in steps with a row that asks for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from immutables import Map
 
-from pagedjax.device.taps import NOTHING, SideOutputs
+from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.options.params import PoolingParams
 

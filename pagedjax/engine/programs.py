@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pagedjax.device.batch import DraftShape, StepShape
-from pagedjax.device.taps import SideOutputs
+from pagedjax.device.side_outputs import SideOutputs
 from pagedjax.engine import compilations
 from pagedjax.options.config import Resolved
 
@@ -93,9 +93,9 @@ class LazyPrograms(dict[Shape, Any]):
         return self[shape]
 
 
-class TappedPrograms(dict[SideOutputs, LazyPrograms]):
-    """Programs of steps with taps, by the arrays that a step returns beside samples. Each program
-    is compiled when a step first needs it.
+class SidePrograms(dict[SideOutputs, LazyPrograms]):
+    """Programs of steps with side outputs, by these outputs. Each program is compiled when a step
+    first needs it.
     """
 
     def __init__(self, build: Callable[[SideOutputs], Build], config: Resolved) -> None:
@@ -103,9 +103,9 @@ class TappedPrograms(dict[SideOutputs, LazyPrograms]):
         self._build = build
         self._config = config
 
-    def __missing__(self, taps: SideOutputs) -> LazyPrograms:
-        self[taps] = LazyPrograms(self._build(taps), self._config)
-        return self[taps]
+    def __missing__(self, side_outputs: SideOutputs) -> LazyPrograms:
+        self[side_outputs] = LazyPrograms(self._build(side_outputs), self._config)
+        return self[side_outputs]
 
 
 def summary(startup: dict[str, Any]) -> str:

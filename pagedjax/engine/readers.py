@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from immutables import Map
 
-from pagedjax.device.taps import NOTHING, SideOutputs, union
+from pagedjax.device.side_outputs import NOTHING, SideOutputs, union
 from pagedjax.engine import given_tokens, pooling, results, taps, token_masks
 from pagedjax.engine.outcome import Entries, NewRequest, Outcome, Reader
 from pagedjax.engine.requests import EngineRequest, SequenceData

@@ -26,7 +26,16 @@ from pagedjax.host.drafts import Sample, accepted_columns
 from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.searches import RunningSearch
-from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
+from pagedjax.host.types import (
+    TOKEN_EVENTS,
+    Beamed,
+    Event,
+    Finished,
+    Plan,
+    Request,
+    Running,
+    Sampled,
+)
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.text.structured.matcher import Grammar
 
@@ -445,7 +454,7 @@ def apply_events(
         spare: see `appended`.
     """
     lengths: dict[str, int] = {}
-    if any(isinstance(event, (Sampled, Beamed)) for event in events):
+    if any(isinstance(event, TOKEN_EVENTS) for event in events):
         names = [seq.request.request_id for seq in before.seqs]
         lengths = dict(zip(names, before.lengths, strict=True))
     changed = sequences.mutate()

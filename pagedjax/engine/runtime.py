@@ -36,8 +36,8 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowChain, RowFeature, find
 from pagedjax.device.row_features import chain as chain_of
 from pagedjax.device.sampling import device_tile
+from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step
-from pagedjax.device.taps import NOTHING, SideOutputs
 from pagedjax.engine import adapters, compilations, drafters, kept_programs, programs
 from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
@@ -70,8 +70,8 @@ class Runtime:
     chain: the sampling options, in their order.
     blanks: by the number of samples, their arrays if no sample uses an option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
-    tapped: by what steps return beside samples, and by the shape of a step, its program. It is
-        compiled when a step first needs it.
+    side_programs: by what steps return beside samples, and by the shape of a step, its program. It
+        is compiled when a step first needs it.
     geometry: the shapes of the cache's blocks, and who sees them.
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
@@ -95,7 +95,7 @@ class Runtime:
     chain: RowChain
     blanks: Mapping[int, SamplingBatch]
     programs: Mapping[StepShape | DraftShape, Any]
-    tapped: programs.TappedPrograms
+    side_programs: programs.SidePrograms
     copy: Any
     swap: SwapPrograms | None
     memory: memory.MemoryReport
@@ -260,7 +260,7 @@ class CompiledPrograms(NamedTuple):
 
     config: Resolved
     programs: Mapping[StepShape | DraftShape, Any]
-    tapped: programs.TappedPrograms
+    side_programs: programs.SidePrograms
     copy: Any
     swap: SwapPrograms | None
     startup: Mapping[str, Any]
@@ -298,7 +298,7 @@ def _compile(
     return CompiledPrograms(
         config=config,
         programs=steps,
-        tapped=programs.TappedPrograms(compiler, config),
+        side_programs=programs.SidePrograms(compiler, config),
         copy=copy,
         swap=swap,
         startup={"compile": seconds, "warmup": 0.0, **counts._asdict()},

@@ -12,7 +12,7 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Shapes, StepShape, joined
 from pagedjax.device.cache import KVCache
-from pagedjax.device.taps import NOTHING
+from pagedjax.device.side_outputs import NOTHING
 from pagedjax.engine import compilations, drafting, lookahead, readers, requests, token_masks
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
@@ -244,7 +244,7 @@ def send(
     batch = batch_of(runtime, state, plan, previous, unknown_arrivals, draft_probs)
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
-    programs = runtime.programs if side_outputs is NOTHING else runtime.tapped[side_outputs]
+    programs = runtime.programs if side_outputs is NOTHING else runtime.side_programs[side_outputs]
     shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
     cache, output = programs[shape](runtime.leaves, cache, joined(batch))
     sent = SentStep(plan, output, sent_at, shape.tokens, draft_seconds, draft_rows, side_outputs)

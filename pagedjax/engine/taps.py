@@ -17,7 +17,7 @@ from immutables import Map
 
 from pagedjax.device import attention
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.taps import SideOutputs, Tapped, union
+from pagedjax.device.side_outputs import SideArrays, SideOutputs, union
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.runtime import Runtime
 from pagedjax.host.request_limits import final_length
@@ -214,7 +214,7 @@ def _part_of(
     """What a step gives the sequence of a row.
 
     Args:
-        taps: a `Tapped` with numpy arrays.
+        taps: a `SideArrays` with numpy arrays.
         first_token, first_sample: where the row's tokens and samples begin in the sent step.
     """
     plan = outcome.plan
@@ -258,9 +258,9 @@ def _attention_of(
     return attention
 
 
-def _on_host(taps: Tapped, side_outputs: SideOutputs) -> Any:
-    """`Tapped` with numpy arrays, of these side outputs."""
-    chosen = Tapped(
+def _on_host(taps: SideArrays, side_outputs: SideOutputs) -> Any:
+    """`SideArrays` with numpy arrays, of these side outputs."""
+    chosen = SideArrays(
         {i: taps.hidden[i] for i in side_outputs.hidden},
         {layer: taps.attention[layer] for layer, _ in side_outputs.attention},
         {layer: taps.experts[layer] for layer in side_outputs.experts},

@@ -28,8 +28,8 @@ def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int
     In none of these steps does a sequence enter, fork, end or lose its blocks. 0: the next step may
     do something else. It is also 0 where this function would have to know more: if a request waits
     and there is room for another row, if there are stop tokens, sequences that do not advance
-    alone, branches that may have to copy a block, queries that do not see all blocks, or a policy with
-    memory.
+    alone, branches that may have to copy a block, queries that do not see all blocks, or a policy
+    with memory.
 
     Args:
         ends: by sequence id, its length when a stop token ends it. If some are given, no other
@@ -37,7 +37,7 @@ def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int
     """
     config = state.config
     seqs, lengths, computed = state.running
-    if not seqs or (state.stops and not ends) or state.forked or config.views:
+    if not seqs or (state.stops and not ends) or state.forked or not config.sees_all:
         return 0
     if state.news is not None:
         return 0  # a policy with memory decides anew in each step

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagedjax.host.types import Admitted, Beamed, Event, Finished, Forked
+from pagedjax.host.types import BRANCH_EVENTS, Admitted, Event, Finished
 
 
 class FirstAdmissions:
@@ -30,7 +30,7 @@ class FirstAdmissions:
                 if event.request_id not in self._known:
                     first.append(event)
                 self._known.add(event.request_id)
-            elif isinstance(event, (Forked, Beamed)):
+            elif isinstance(event, BRANCH_EVENTS):
                 self._known.update(event.request_ids)
             elif isinstance(event, Finished):
                 self._known.discard(event.request_id)

@@ -21,10 +21,13 @@ def final_length(request: Request, config: SchedulerConfig) -> int:
 def with_ids(state: SchedulerState, request: Request) -> SchedulerState:
     """The state that knows the ids and the stop tokens of a new request."""
     names = request.names
+    stops = request.stop_token_ids
+    if state.ids:  # else no request is unfinished, and the stop tokens of ended ones are forgotten
+        stops = state.stops | stops
     return state._replace(
         arrivals=state.arrivals + len(names),
         ids=state.ids.update(dict.fromkeys(names)),
-        stops=state.stops | request.stop_token_ids if state.ids else request.stop_token_ids,
+        stops=stops,
     )
 
 

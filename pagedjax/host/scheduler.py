@@ -32,9 +32,9 @@ gives a sequence one or more tokens. The rules:
 10. Where queries do not see all blocks, a block that no later query sees is given back, and rule 3
     counts the blocks that a sequence has at most at one time. A chunk is then cut where no block is
     free for its next token.
-11. A policy with memory observes what happened before each step. It may reject waiting requests,
-    evict running ones as 7 says, before rules 1 to 5, and lower the tokens of rows after rule 3.
-    Who was evicted is not admitted in the same step. Others are.
+11. A policy with memory observes what happened before each step. Before rules 1 to 5 it may reject
+    waiting requests and evict running ones, as 7 says. After rule 3 it may lower the tokens of
+    rows. A sequence that it evicted is not admitted in the same step; other sequences may be.
 
 The rules are here and in these files: preemption.py (the victims of 5, and 7), admission.py (3),
 prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8), views.py (10),
@@ -116,6 +116,14 @@ __all__ = [
 ]
 
 NO_CHOICES: Mapping[str, Choice] = MappingProxyType({})
+SIZES = (
+    "block_size",
+    "num_blocks",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "host_blocks",
+)
 
 
 def init(config: SchedulerConfig) -> SchedulerState:
@@ -124,7 +132,8 @@ def init(config: SchedulerConfig) -> SchedulerState:
     Raises:
         ValueError: a value of the configuration is not allowed.
     """
-    for name, value in zip(config._fields[:6], config[:6], strict=True):  # the sizes
+    for name in SIZES:
+        value = getattr(config, name)
         minimum = 0 if name == "host_blocks" else 1
         if value < minimum:
             raise ValueError(f"{name} is {value}; it must be at least {minimum}")
@@ -283,7 +292,7 @@ def begin_step(
 
 
 def make_room(
-    state: SchedulerState, policy: Policy, evictions: Preemptions = NO_PREEMPTIONS
+    state: SchedulerState, policy: Policy, evictions: Preemptions
 ) -> tuple[SchedulerState, Pairs, Preemptions]:
     """Gives a block to each decode whose last block is full or must be copied. Sequences are
     preempted until the blocks suffice (rule 5).
@@ -490,7 +499,7 @@ def begin_admission(
     counts: Sequence[int],
     admission: Admission,
     *,
-    composes: bool = False,
+    composes: bool,
 ) -> Admission:
     """An admission that knows the blocks which the running sequences fill in this step, and those
     that they still need.

@@ -1,12 +1,12 @@
 """Baselines: steps that do not mix decodes and prompt chunks, as in earlier engines.
 
-Two switches choose the kinds of steps:
+Two switches choose the kinds of steps, mixed_steps and chunked_prefill:
 
-    mixed_steps  chunked_prefill
-    yes          yes              chunks of prompts fill what decodes leave of the budget (Sarathi-Serve); the default
-    yes          no               whole prompts join the decodes (Orca)
-    no           no               whole prompts first, and decodes wait for them (vLLM before chunked prefill)
-    no           yes              chunks and decodes in turn
+    both             chunks of prompts fill what decodes leave of the budget (Sarathi-Serve); the
+                     default
+    mixed_steps      whole prompts join the decodes (Orca)
+    chunked_prefill  chunks and decodes in turn
+    neither          whole prompts first, and decodes wait for them (vLLM before chunked prefill)
 
 Where prompts are whole, each is computed by the step that admits it, so the budget must hold the
 longest sequence.

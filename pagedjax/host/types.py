@@ -79,6 +79,11 @@ class SchedulerConfig(NamedTuple):
         return len(self.views) or 1
 
     @property
+    def sees_all(self) -> bool:
+        """Whether the queries of all layers see all blocks before them."""
+        return not self.views
+
+    @property
     def max_running(self) -> int:
         """Sequences that can run at a time: each must be able to get a token in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
@@ -436,6 +441,8 @@ class Finished(NamedTuple):
 
 
 Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Verified | Finished
+TOKEN_EVENTS = (Sampled, Beamed)  # those that give sequences new tokens
+BRANCH_EVENTS = (Forked, Beamed)  # those whose sequences run on the blocks of another branch
 
 
 class Submitted(NamedTuple):

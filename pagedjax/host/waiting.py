@@ -258,7 +258,7 @@ def _sentence(refusal: Refusal, seq: Seq, policy: Policy, config: SchedulerConfi
         size = _many(need, "block")
         return f"the policy {policy.name} holds it back: it needs {size}, and {_free(free)}"
     place = "it is swapped out and needs" if seq.blocks else "it needs"
-    promised = " and not promised to running requests" if config.views else ""
+    promised = "" if config.sees_all else " and not promised to running requests"
     return f"{place} {_many(need, 'block')}, and {_free(free)}{promised}"
 
 

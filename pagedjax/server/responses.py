@@ -48,7 +48,8 @@ class Style:
     created: int = field(default_factory=continuation.created)
 
     def head(self, chunk: bool = False) -> JSON:
-        prefix, kind = ("chatcmpl", "chat.completion") if self.chat else ("cmpl", "text_completion")
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        kind = "chat.completion" if self.chat else "text_completion"
         return {
             "id": f"{prefix}-{self.id}",
             "object": f"{kind}.chunk" if chunk and self.chat else kind,
@@ -133,7 +134,7 @@ def prompt_text(style: Style, output: RequestOutput | GenerationRequest) -> str:
     return style.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
 
-def usage(outputs: Sequence[RequestOutput], only_echo: bool = False) -> JSON:
+def usage(outputs: Sequence[RequestOutput], only_echo: bool) -> JSON:
     """The counts of all outputs together."""
     counts = [len(branch.token_ids) for output in outputs for branch in output.outputs]
     return usage_counts(
@@ -162,7 +163,7 @@ def finite(logprob: float) -> float:
 
 
 def candidates(position: PositionLogprobs) -> JSON:
-    """vLLM's format: by token id."""
+    """The candidates of a position in vLLM's format: by token id."""
     return {
         str(token): {
             "logprob": finite(candidate.logprob),
@@ -182,7 +183,9 @@ def best(style: Style, position: PositionLogprobs) -> list[tuple[int, Logprob]]:
 def chat_logprobs(
     style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]
 ) -> JSON:
-    """In the format of chats: an entry for each token, with the most likely ones."""
+    """The log-probabilities in the format of chats: an entry for each token, with the most likely
+    candidates of its position.
+    """
 
     def entry(token: int, candidate: Logprob) -> JSON:
         text = candidate.decoded_token
@@ -203,9 +206,9 @@ def chat_logprobs(
 
 
 def completion_logprobs(style: Style, output: RequestOutput, branch: CompletionOutput) -> JSON:
-    """Those of a whole answer, in the format of completions.
+    """The log-probabilities of a whole answer, in the format of completions.
 
-    With an echo, those of the prompt come first, and its first token has none.
+    With an echo, the tokens of the prompt come first. The first of them has no log-probability.
     """
     tokens = () if style.only_echo else branch.token_ids
     positions: list[PositionLogprobs | None] = list((branch.logprobs or ())[: len(tokens)])
@@ -270,7 +273,10 @@ def legacy_logprobs(
     positions: Sequence[PositionLogprobs | None],
     offsets: Sequence[int],
 ) -> JSON:
-    """In columns, the format of completions. `offsets`: where each token begins in the text."""
+    """The log-probabilities in columns, which is the format of completions.
+
+    offsets: where each token begins in the text.
+    """
     texts = []
     values = []
     tops = []
@@ -295,7 +301,7 @@ def legacy_logprobs(
 def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str, float]:
     """The log-probabilities of the most likely tokens and of the token itself, by text.
 
-    Of tokens with the same text, it has that of the most likely one.
+    If several tokens have the same text, the text has the log-probability of the likeliest.
     """
     top: dict[str, float] = {}
     for token_id, candidate in (*best(style, position), (token, position[token])):

@@ -71,7 +71,7 @@ class EventStream(StreamingResponse):
         on_end: Callable[[], None],
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        # nginx and others behind its example would keep events until their buffer is full
+        # nginx, and proxies that follow its example, would hold events until their buffer is full
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._on_end = on_end
@@ -101,7 +101,8 @@ class _Branch:
 
     def push(self, delta: Delta) -> tuple[JSON, str | None]:
         """Take a new token -> (its fields in the delta of a chat, why the branch ended)."""
-        self.tokens += not self._only_echo
+        if not self._only_echo:
+            self.tokens += 1
         fields: JSON = {"content": "" if self._only_echo else delta.text}
         reason: str | None = delta.finish_reason
         if self._calls is not None:

@@ -196,7 +196,8 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
         )
     sizes = {name: tuple(x.shape) for name, x in shapes.items()}
     params = restore(Checkpoint(folder, "orbax", stored, arrays), sizes, dtype)
-    return of_eagle(config, *assemble_eagle(config, ids, params, dtype), dtype)
+    graphdef, state = assemble_eagle(config, ids, params, dtype)
+    return of_eagle(config, graphdef, state, dtype)
 
 
 def _head_config(

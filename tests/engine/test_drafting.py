@@ -116,8 +116,8 @@ def offered(learned: Drafting, running: Running, sequences: dict[str, SequenceDa
 
 
 def test_only_decodes_with_a_generated_token_are_offered_drafts():
-    """Others have no tokens of their own yet, tokens of the prompt to compute, are beams, or have
-    tokens that are given.
+    """Not a sequence that has generated nothing, that has tokens of its prompt to compute, that is
+    a beam, or whose tokens are given.
     """
     options = Speculative(num_tokens=2, adaptive=False)
     always = drafting.start(Drafter("always", lambda memory, name, sequences, k: [5] * k), options)
@@ -140,7 +140,7 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
         for name in kinds
     }
     running = Running(seqs, lengths, computed)
-    # its drafts are made when they have slots
+    # a drafter on the device makes its drafts later, when they have slots
     on_device = drafting.start(Drafter("draft", None), options)
     assert offered(on_device, running, sequences) == {"decode": 2}
     chex.assert_trees_all_equal(*(data.tokens for data in sequences.values()))
@@ -152,8 +152,8 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
 
 
 def test_the_first_step_of_a_size_is_not_timed():
-    """It is two to three times as slow. Kept, its time would forbid the drafts that could correct
-    it.
+    """It is two to three times as slow. If its time counted, drafts would seem too expensive, and
+    without drafts no later step would correct that time.
     """
     learned = ANY
     for size, seconds in ((1, 3.0), (1, 1.0), (4, 3.0)):

@@ -51,7 +51,10 @@ class Observed:
     def __init__(self, engine) -> None:
         self.engine = engine
         self.results = []
-        self.steps = self.sent = self.late = self.preempted = 0
+        self.steps = 0
+        self.sent = 0
+        self.late = 0
+        self.preempted = 0
 
     def step(self):
         send = step_module.send
@@ -352,7 +355,9 @@ def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
     "config", [{}, {"kv_policy": {"name": "streaming", "sinks": 4, "window": 5}}]
 )
 def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, config):
-    """It names those of sequences that end; with all names, the plan and the free blocks are equal."""
+    """It names the blocks of sequences that end. If it named all blocks, it would have the same
+    plan and the same free blocks.
+    """
     engine = make(tiny, 0, **config).engine
     for i in range(12):
         params = greedy(5 + 3 * i)

@@ -264,7 +264,7 @@ def test_only_the_last_tokens_state_shares_cached_blocks(llm):
 
 def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(one_layer):
     llm = make(one_layer)
-    programs = llm.engine.runtime.tapped
+    programs = llm.engine.runtime.side_programs
     llm.generate(PROMPTS, SamplingParams(max_tokens=3))
     embeddings(llm, PROMPTS)
     assert not programs

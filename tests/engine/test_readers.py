@@ -14,7 +14,7 @@ from immutables import Map
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.device.sampling import SampledTokens
-from pagedjax.device.taps import SampleOutput, SideOutputs
+from pagedjax.device.side_outputs import SampleOutput, SideOutputs
 from pagedjax.engine import readers
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.host.types import StepResult
@@ -119,10 +119,10 @@ def test_an_output_has_the_entropy_of_the_log_probabilities(llm, one_layer_folde
 
 def test_steps_without_a_row_that_asks_run_the_usual_program(llm, monkeypatch):
     monkeypatch.setattr(readers, "READERS", (*readers.READERS, ENTROPIES))
-    programs = set(llm.engine.runtime.tapped)
+    programs = set(llm.engine.runtime.side_programs)
     results = run(llm, params(temperature=0))
     assert [dict(result.outputs) for result in results] == [{}] * len(results)
-    assert set(llm.engine.runtime.tapped) == programs
+    assert set(llm.engine.runtime.side_programs) == programs
 
 
 def test_a_reader_may_refuse_a_request(llm, monkeypatch):

@@ -1,4 +1,4 @@
-"""A search that this file defines, against all sequences that it may find."""
+"""Searches that this file defines, against the sequences that requests of one token give."""
 
 from __future__ import annotations
 
@@ -61,6 +61,42 @@ BOTTLENECK = SearchKind(
 )
 
 
+@dataclass(frozen=True)
+class LookBackParams(BeamSearchParams):
+    """Greedy, with a second path in reserve: the runner-up of the last token.
+
+    The search looks back when the reserve, continued greedily, is likelier than the path. Then the
+    reserve is the path. `beam_width` is 2.
+    """
+
+
+class LookBack(NamedTuple):
+    params: LookBackParams
+    paths: tuple[Path, ...] = (ROOT,)  # the path, and its reserve
+    finished: tuple[Hypothesis, ...] = ()
+
+    def advance(self, offers: Sequence[Offer]) -> tuple[LookBack, Sequence[Continuation]]:
+        totals = [
+            path.total + offer.logprobs[0] for path, offer in zip(self.paths, offers, strict=True)
+        ]
+        parent = totals.index(max(totals))
+        offer = offers[parent]
+        paths = tuple(
+            self.paths[parent].continued(token, logprob)
+            for token, logprob in zip(offer.token_ids[:2], offer.logprobs[:2], strict=True)
+        )
+        if len(paths[0].token_ids) == self.params.max_tokens:
+            hypotheses = tuple(Hypothesis(p.token_ids, p.total, p.total, "length") for p in paths)
+            return self._replace(finished=hypotheses), ()
+        return self._replace(paths=paths), [Continuation(parent, p.token_ids[-1]) for p in paths]
+
+
+LOOK_BACK = SearchKind(
+    candidates=lambda params, stops: 2,
+    start=lambda params, stops: LookBack(params),
+)
+
+
 def all_paths(llm: LLM, prompt: list[int]) -> list[Path]:
     """Every sequence of the `WIDTH` most likely tokens at each position. Each token is computed by
     a request of its own.
@@ -79,10 +115,58 @@ def all_paths(llm: LLM, prompt: list[int]) -> list[Path]:
     return paths
 
 
-def test_an_engine_runs_a_search_that_this_file_defines(tiny, monkeypatch):
-    monkeypatch.setitem(SEARCHES, BottleneckParams, BOTTLENECK)
+def likeliest_tokens(llm: LLM, tokens: list[int]) -> list[tuple[float, int]]:
+    """The two likeliest next tokens, (log-probability, token), by a request of one token."""
+    (output,) = llm.generate([tokens], greedy(1, logprobs=2))
+    top = output.outputs[0].logprobs[0]
+    return sorted(((entry.logprob, token) for token, entry in top.items()), reverse=True)[:2]
+
+
+def looked_back(llm: LLM, prompt: list[int], length: int) -> tuple[list[int], int]:
+    """The tokens of the search by requests of one token, and how often it looked back."""
+    path: list[int] = []
+    reserve: list[int] | None = None
+    path_total = 0.0
+    reserve_total = 0.0
+    turns = 0
+    for _ in range(length):
+        (best, token), (second, runner_up) = likeliest_tokens(llm, prompt + path)
+        if reserve is not None:
+            after_reserve = likeliest_tokens(llm, prompt + reserve)
+            if reserve_total + after_reserve[0][0] > path_total + best:
+                turns += 1
+                path = reserve
+                path_total = reserve_total
+                (best, token), (second, runner_up) = after_reserve
+        reserve = [*path, runner_up]
+        reserve_total = path_total + second
+        path = [*path, token]
+        path_total += best
+    return path, turns
+
+
+@pytest.fixture(scope="module")
+def llm(tiny) -> LLM:
     sizes = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    llm = small_llm(tiny, compilation="lazy", token_buckets=(64,), **sizes)
+    return small_llm(tiny, compilation="lazy", token_buckets=(64,), **sizes)
+
+
+def test_an_engine_runs_a_greedy_search_that_looks_back(llm, monkeypatch):
+    monkeypatch.setitem(SEARCHES, LookBackParams, LOOK_BACK)
+    prompts = [[5, 9, 200, 31, 7], [44, 3], [17], [301, 8, 8, 120]]
+    params = LookBackParams(2, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    turns = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        path, times = looked_back(llm, prompt, params.max_tokens)
+        assert list(output.outputs[0].token_ids) == path
+        turns += times
+    assert turns, "no search looked back"
+    check_idle(llm.engine)
+
+
+def test_an_engine_runs_a_search_that_this_file_defines(llm, monkeypatch):
+    monkeypatch.setitem(SEARCHES, BottleneckParams, BOTTLENECK)
     params = BottleneckParams(WIDTH, max_tokens=LENGTH, ignore_eos=True)
     prompts = [[5, 9, 200, 31, 7], [44, 3]]
     outputs = llm.generate(prompts, params)

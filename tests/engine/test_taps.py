@@ -28,7 +28,7 @@ from pagedjax import (
     load_model,
     read_taps,
 )
-from pagedjax.device.taps import SideOutputs, union
+from pagedjax.device.side_outputs import SideOutputs, union
 from pagedjax.engine import step as step_module
 from pagedjax.engine.session import Session, SessionStep
 from pagedjax.host import scheduler
@@ -109,7 +109,7 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
     """
     untapped = replace(PARAMS, taps=None)
     plain = answers(llm, PROMPTS, untapped)
-    assert not llm.engine.runtime.tapped, "a program was made for nothing"
+    assert not llm.engine.runtime.side_programs, "a program was made for nothing"
     for _ in range(2):
         outputs = llm.generate(PROMPTS, [PARAMS, PARAMS, untapped, PARAMS])
         assert [output.num_cached_tokens for output in outputs] == [0] * 4
@@ -118,7 +118,7 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
         assert branches[2].taps is None
         for i in (0, 1, 3):
             check(tiny_folder, PROMPTS[i], branches[i])
-    (programs,) = llm.engine.runtime.tapped.values()
+    (programs,) = llm.engine.runtime.side_programs.values()
     assert len(programs) == 1
 
 

@@ -47,9 +47,8 @@ def test_an_unknown_argument_is_a_type_error_with_the_near_name_or_the_alternati
 
 @pytest.mark.parametrize("rows", [SAMPLING, BEAM_SEARCH], ids=["sampling", "beams"])
 def test_every_refused_argument_names_its_value(rows):
-    cls, needed = (
-        (SamplingParams, {}) if rows is SAMPLING else (BeamSearchParams, {"beam_width": 2})
-    )
+    cls = SamplingParams if rows is SAMPLING else BeamSearchParams
+    needed = {} if rows is SAMPLING else {"beam_width": 2}
     for row in rows:
         for name in row.names if row.effect == "refused" else ():
             with pytest.raises(TypeError, match=f"^{name} is 7; "):

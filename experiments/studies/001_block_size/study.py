@@ -68,8 +68,8 @@ def answer(rates: Mapping[str, Sequence[tuple[int, float]]]) -> list[str]:
     sharegpt = dict(rates["ShareGPT"])
     return [
         f"With Alpaca's short requests, blocks of 256 make {alpaca[256] / alpaca[16]:.2f} times "
-        "the throughput of "
-        f"blocks of 16; with ShareGPT's longer ones {sharegpt[256] / sharegpt[16]:.2f} times.",
+        "the throughput of blocks of 16; with ShareGPT's longer ones "
+        f"{sharegpt[256] / sharegpt[16]:.2f} times.",
         "The cause is the empty slots of last blocks: they use memory that waiting requests need.",
     ]
 

@@ -74,8 +74,9 @@ def sampling_claim(own_row: Row, same_row: Row) -> Claim | None:
 
 
 def constant(saved: Mapping[int, float | None]) -> float:
-    """c of saved = (n - 1) / n * c, in per cent, the mean over n: the part that n branches of one
-    length have in common.
+    """The part of a sequence that branches of one length have in common, in per cent.
+
+    n branches save (n - 1) / n of that part. It is the mean of what the values of each n give.
     """
     return statistics.fmean(share * n / (n - 1) for n, share in saved.items() if share is not None)
 

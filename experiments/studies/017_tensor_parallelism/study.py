@@ -50,7 +50,8 @@ PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float, float]]] =
 }
 REQUESTS = {(1000, 1000): 3000, (5000, 500): 1500}  # by (input, output) tokens
 FEW_REQUESTS = 60  # with --quick
-ALSO_FREE: tuple[int, int] = (5000, 500)  # lengths that are run without exchanges too
+# (input, output) tokens that are run without exchanges too
+IDEAL_LENGTHS: tuple[int, int] = (5000, 500)
 
 # the step of the book: 32 sequences of 8,192 tokens
 LONG = Work(tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192)
@@ -276,11 +277,15 @@ def run(folder: Path, quick: bool) -> Findings:
         for lengths, chips in PUBLISHED.items()
         for chip in chips
     }
-    free: Rates = {
-        (ALSO_FREE, chip): rates(
-            folder, ALSO_FREE, chip, FEW_REQUESTS if quick else REQUESTS[ALSO_FREE], exchanges=False
+    ideal_rates: Rates = {
+        (IDEAL_LENGTHS, chip): rates(
+            folder,
+            IDEAL_LENGTHS,
+            chip,
+            FEW_REQUESTS if quick else REQUESTS[IDEAL_LENGTHS],
+            exchanges=False,
         )
-        for chip in PUBLISHED[ALSO_FREE]
+        for chip in PUBLISHED[IDEAL_LENGTHS]
     }
     panels = {
         panel(steps, model, chip): lines(steps, model, chip) for model in MODELS for chip in SERVED
@@ -289,9 +294,9 @@ def run(folder: Path, quick: bool) -> Findings:
     claims = [*table_claims(rates_by_chip), *book_claims()]
     return Findings(
         claims,
-        answer(steps, free),
+        answer(steps, ideal_rates),
         {"pays.svg": figure},
-        [decode_table(steps), rate_table(rates_by_chip, free)],
+        [decode_table(steps), rate_table(rates_by_chip, ideal_rates)],
     )
 
 
@@ -317,7 +322,7 @@ def chips_text(n: int) -> str:
     return "1 chip" if n == 1 else f"{n} chips"
 
 
-def answer(steps: Grid, free: Rates) -> list[str]:
+def answer(steps: Grid, ideal_rates: Rates) -> list[str]:
     sentences = []
     for model, chip in (("llama-3-8b", "h100"), ("llama-3-70b", "h100"), ("llama-3-8b", "tpu-v5e")):
         steps_of_1 = steps[model, chip, 1]
@@ -332,16 +337,16 @@ def answer(steps: Grid, free: Rates) -> list[str]:
         )
     ideal = " and ".join(
         f"{rounded(share_of_base(chip_rates, 8))} ({chip})"
-        for (_, chip), chip_rates in free.items()
+        for (_, chip), chip_rates in ideal_rates.items()
     )
     return [
         "It pays where the weights leave a chip little memory, or where a token must come sooner "
-        "than one chip can "
-        "give it. Where neither holds, an engine for each chip gives more tokens/s.",
+        "than one chip can give it. Where neither holds, an engine for each chip gives more "
+        "tokens/s.",
         *sentences,
         f"If exchanges took no time, the throughput of a chip on 8, over that on {BASE}, would be "
-        f"{ideal} with "
-        f"{ALSO_FREE[0]} tokens in and {ALSO_FREE[1]} out; the claims have it with exchanges.",
+        f"{ideal} with {IDEAL_LENGTHS[0]} tokens in and {IDEAL_LENGTHS[1]} out; the claims have it "
+        "with exchanges.",
         "Ours differs from TensorRT-LLM in both directions. Its products are of 8 bits and twice "
         "as fast, and its sums are of 16 bits, where ours are of float32 and carry twice the "
         "bytes. Its kernels and links reach less than their data sheets, which a roofline does. "
@@ -384,7 +389,7 @@ def step_cells(step: Decode) -> tuple[str, str]:
     return rounded(step.per_chip), rounded(100 * step.exchanged, 2)
 
 
-def rate_table(rates_by_chip: Rates, free: Rates) -> str:
+def rate_table(rates_by_chip: Rates, ideal_rates: Rates) -> str:
     rows = [
         (
             chip,
@@ -392,7 +397,7 @@ def rate_table(rates_by_chip: Rates, free: Rates) -> str:
             n,
             rounded(PUBLISHED[lengths][chip][i]),
             rounded(chip_rates[i]),
-            rounded(free[lengths, chip][i]) if (lengths, chip) in free else "",
+            rounded(ideal_rates[lengths, chip][i]) if (lengths, chip) in ideal_rates else "",
         )
         for (lengths, chip), chip_rates in rates_by_chip.items()
         for i, n in enumerate(SIZES)

@@ -133,14 +133,18 @@ def slow_prompt(seconds: float) -> int:
         tokens += 1
 
 
+def mean_prompt() -> float:
+    """The mean of the prompts of conversations, in tokens, before they are cut."""
+    # a tenth of exponential lengths is above mean * log(10)
+    return slow_prompt(0.25) / math.log(10)
+
+
 def conversations() -> tuple[str, ...]:
     """The lengths of conversations. A prompt and its output fit into 2,048 tokens, as in the data
     set.
     """
-    # a tenth of exponential lengths is above mean * log(10)
-    mean = slow_prompt(0.25) / math.log(10)
     return (
-        f"workload.prompt={{dist: exponential, mean: {mean:.1f}, max: 1536}}",
+        f"workload.prompt={{dist: exponential, mean: {mean_prompt():.1f}, max: 1536}}",
         "workload.output={dist: exponential, mean: 337.99, max: 511}",
     )
 
@@ -284,7 +288,7 @@ def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> T
         ((_, runs),) = simulated(folder / "config.yaml", *options, *overrides, repeats=seeds)
         return [dig(run, "total_tokens_per_s") for run in runs]
 
-    four = "replicas={count: 4, router: least_loaded}"
+    four_engines = "replicas={count: 4, router: least_loaded}"
     return Throughput(
         pools={
             (a, b): rates_of(
@@ -292,8 +296,8 @@ def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> T
             )
             for a, b in SPLITS
         },
-        chunked=rates_of(*CHUNKED, four),
-        whole_prompts=rates_of(*alone("distserve", 1), four),
+        chunked=rates_of(*CHUNKED, four_engines),
+        whole_prompts=rates_of(*alone("distserve", 1), four_engines),
     )
 
 
@@ -309,9 +313,9 @@ def over(speeds: Throughput, below: Sequence[float]) -> Interval:
 
 def run(folder: Path, quick: bool) -> Findings:
     size = QUICK if quick else FULL
-    talks = kinds()["conversations"]
+    long_prompts = conversations()
     seeds_by_placement = (size.seeds, size.fewer_seeds, size.fewer_seeds, size.fewer_seeds)
-    served = placement_rates(folder, seeds_by_placement, size.requests, talks)
+    served = placement_rates(folder, seeds_by_placement, size.requests, long_prompts)
     turns = highest(
         folder,
         3,
@@ -322,9 +326,10 @@ def run(folder: Path, quick: bool) -> Findings:
         *kinds()["first turns"],
         within=EXAMPLES_WITHIN,
     )
-    in_time = engine_rates(folder, size.fewer_seeds, size.requests, talks)
+    in_time = engine_rates(folder, size.fewer_seeds, size.requests, long_prompts)
     attained = {
-        name: shares(folder, size.fewer_seeds, size.share_requests, name, talks) for name in ENGINES
+        name: shares(folder, size.fewer_seeds, size.share_requests, name, long_prompts)
+        for name in ENGINES
     }
     speeds = {
         kind: throughput(folder, size.fewer_seeds, size.speed_requests, overrides)
@@ -384,11 +389,11 @@ def engine_rates(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) ->
     """
     rates = {}
     for share in SHARES:
-        for name, (gpus, place) in ENGINES.items():
+        for name, (gpus, engine) in ENGINES.items():
             if (share, name) == (0.9, "vLLM"):
                 continue
             rates[share, name] = highest(
-                folder, gpus, both_in_time(share), seeds, count, *SLO, *place, *kind
+                folder, gpus, both_in_time(share), seeds, count, *SLO, *engine, *kind
             )
     return rates
 
@@ -398,13 +403,13 @@ def example_claims(served: Served) -> list[Claim]:
         "OPT-13B, conversations, 2 + 1 GPUs for prompts and decodes, P90 within 200 and 100 "
         "ms: requests/s of a GPU"
     )
-    theirs = served[PLACEMENTS[0]].rates
+    example_rates = served[PLACEMENTS[0]].rates
     other_rates = [served[place].rates for place in PLACEMENTS[1:]]
     seeds = min(map(len, other_rates))  # the ratios are of equal seeds
-    best = max(interval(rates).middle for rates in other_rates)
-    ratio = interval([rate / best for rate in theirs[:seeds]])
+    best_rate = max(interval(rates).middle for rates in other_rates)
+    ratio = interval([rate / best_rate for rate in example_rates[:seeds]])
     return [
-        Claim(EXAMPLE, quantity, 1.56, interval(theirs), 1.1, "requests/s", WHY_DATA),
+        Claim(EXAMPLE, quantity, 1.56, interval(example_rates), 1.1, "requests/s", WHY_DATA),
         Claim(
             EXAMPLE,
             "OPT-13B, conversations: 2 + 1 GPUs over the best of 1 + 1, 1 + 2, 2 + 2: "
@@ -472,7 +477,7 @@ def shares(
     folder: Path, seeds: int, count: int, name: str, kind: tuple[str, ...]
 ) -> list[tuple[float, Interval]]:
     """% of requests within 250 and 100 ms by rate, of `count` requests a GPU, as measured."""
-    (gpus, place) = ENGINES[name]
+    gpus, engine = ENGINES[name]
     shares_by_rate = []
     for rate in VLLM_SHARES:
         options = (
@@ -481,7 +486,7 @@ def shares(
             "reseed=true",
         )
         ((_, runs),) = simulated(
-            folder / "config.yaml", *options, *SLO, *place, *kind, repeats=seeds
+            folder / "config.yaml", *options, *SLO, *engine, *kind, repeats=seeds
         )
         share = interval([100 * dig(run, "goodput.share") for run in runs])
         # Student's t knows no largest share
@@ -498,7 +503,6 @@ def rate_text(highest_rate: Highest) -> str:
 def answer(
     served: Served, turns: Highest, in_time: Both, speeds: Mapping[str, Throughput]
 ) -> list[str]:
-    talks = kinds()["conversations"][0].split("mean: ")[1].split(",")[0]
     parts = [
         f"{kind}: {rounded(over(speed, speed.chunked).middle)} times those of engines with chunked "
         f"prefill, {rounded(over(speed, speed.whole_prompts).middle)} times those of engines that "
@@ -540,11 +544,11 @@ def answer(
         "The paper's factor of 7.4 is over DeepSpeed-MII (the notebook: 7.36), for which no "
         "coefficients are published.",
         "Unknown: the lengths of ShareGPT's conversations and their order (prompts of "
-        f"conversations here are exponential with a mean of {talks} tokens before they are cut at "
-        "1,536, and outputs have the mean of first turns before they are cut at 511), the seeds, "
-        "and what moving pages cost in the measurements. A request of DistServe's simulator has "
-        "one decode step more than here, and an engine there decodes contexts of at most 50,000 "
-        "tokens at a time; here its cache decides.",
+        f"conversations here are exponential with a mean of {mean_prompt():.1f} tokens before they "
+        "are cut at 1,536, and outputs have the mean of first turns before they are cut at 511), "
+        "the seeds, and what moving pages cost in the measurements. A request of DistServe's "
+        "simulator has one decode step more than here, and an engine there decodes contexts of at "
+        "most 50,000 tokens at a time; here its cache decides.",
     ]
 
 

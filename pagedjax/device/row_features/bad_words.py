@@ -63,8 +63,9 @@ def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext
     after = rows["after"]
     word = rows["word"]
     ends = after == 0
-    # `after` tokens of its word come behind a token. If the next token ends the word, this one is
-    # `after` places before it. A word of which a token is not in its place is not completed now.
+    # A token of a word has `after` tokens of the word behind it. The next token completes the word
+    # only if each of the others is as many places before the next token. A word is broken if one of
+    # them is not.
     differs = ~ends & (_sampled_before(after, context) != ids)
     broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)  # [B, words]
     forbidden = (ids >= 0) & ends & ~broken[row, word]

@@ -35,9 +35,9 @@ def join(
     """Start JAX in all processes of a job and connect them. Every process must call it, with the
     same `processes`.
 
-    Without arguments it reads a launcher's variables (Slurm, Open MPI, JobSet, JAX_NUM_PROCESSES);
-    without those there is one process, and nothing happens. If JAX was started in several processes
-    already, they are connected only.
+    Without arguments it reads a launcher's variables (Slurm, Open MPI, JobSet, JAX_NUM_PROCESSES).
+    If there are no such variables, there is one process, and nothing happens. If JAX was already
+    started in several processes, they are only connected.
 
     Args:
         coordinator, processes, process, timeout: as in `ProcessConfig`.
@@ -71,8 +71,11 @@ def join(
 
 
 def leave() -> None:
-    """End what processes share: in process 0 after the last input, in the others after `follow`. It
-    is called at the end of Python; a process that a signal will end must call it."""
+    """Close the connections between the processes, and end JAX's part in the job.
+
+    Process 0 may call it after its last input, another process after `follow`. Python calls it at
+    its end. A process that a signal will end must call it itself.
+    """
     if _joined:
         _joined.pop().close()
         jax.distributed.shutdown()  # waits for all processes
@@ -107,7 +110,8 @@ def _connect(job: ProcessConfig) -> Leader | Follower:
     if job.process == 0:
         coordinator = job.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
         host = coordinator.rpartition(":")[0].strip("[]") or _own_address()
-        bind = host if job.loopback else ""  # a name may mean another address here than elsewhere
+        # the name of this host may mean another address on this host than on other hosts
+        bind = host if job.loopback else ""
         with socket.create_server(
             (bind, 0), family=_family(host), backlog=2 * job.processes
         ) as listener:
@@ -124,8 +128,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _own_address() -> str:
-    """An address of this host that others can reach: that of the interface which leads elsewhere.
-    Nothing is sent.
+    """An address of this host that other hosts can reach: the address of the interface by which
+    this host reaches them. Nothing is sent.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

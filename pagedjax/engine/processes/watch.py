@@ -64,5 +64,5 @@ def late(progress: Mapping[int, Progress], timeout: float) -> str | None:
 
 
 def _processes(numbers: list[int]) -> str:
-    plural = "es" * (len(numbers) > 1)
-    return f"process{plural} {', '.join(map(str, sorted(numbers)))}"
+    noun = "process" if len(numbers) == 1 else "processes"
+    return f"{noun} {', '.join(map(str, sorted(numbers)))}"

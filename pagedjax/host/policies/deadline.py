@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from immutables import Map
 
-from pagedjax.host.policies.policy import Cached, Policy, name_with
-from pagedjax.host.types import Finished, PolicyEvent, Request, Running, Seq, Submitted
+from pagedjax.host.policies.eviction import by_rank
+from pagedjax.host.policies.policy import Policy, name_with
+from pagedjax.host.types import Finished, PolicyEvent, Request, Seq, Submitted
 
 
 class Dues(NamedTuple):
@@ -81,12 +82,7 @@ def _policy(targets: tuple[tuple[str, float], ...], default_s: float, token_s: f
         tokens_left = max(0, (seq.request.predicted or 0) - seq.num_output)
         return memory.due[seq.request_id] - token_s * tokens_left, seq.arrival
 
-    def order(memory: Dues, waiting: Sequence[Seq], running: Running, cached: Cached) -> list[Seq]:
-        return sorted(waiting, key=lambda seq: rank(memory, seq))
-
-    def preempt(memory: Dues, running: Sequence[Seq]) -> Seq:
-        return max(running, key=lambda seq: rank(memory, seq))
-
+    order, preempt = by_rank(rank)
     name = name_with(
         "deadline",
         (targets, (), "targets"),

@@ -32,10 +32,9 @@ from immutables import Map
 
 from pagedjax.host.policies.policy import Cached, Policy, arrival_of, name_with
 from pagedjax.host.types import (
+    BRANCH_EVENTS,
     Admitted,
-    Beamed,
     Finished,
-    Forked,
     PolicyEvent,
     Preempted,
     Resumed,
@@ -301,7 +300,7 @@ def after_events(memory: Load, events: Sequence[PolicyEvent], now: float) -> Loa
         elif isinstance(event, (Admitted, Resumed, Preempted)):
             job = jobs[event.request_id]
             jobs[event.request_id] = job._replace(runs=not isinstance(event, Preempted))
-        elif isinstance(event, (Forked, Beamed)):
+        elif isinstance(event, BRANCH_EVENTS):
             jobs.update(dict.fromkeys(event.request_ids, Job(0, None, True)))
         elif isinstance(event, Sampled):
             for name in event.request_ids:

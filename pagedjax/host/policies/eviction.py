@@ -1,4 +1,4 @@
-"""Who makes way: what policies that evict have in common.
+"""Who runs first and who makes way: what policies with a rank have in common.
 
 A policy sees neither the budget nor the free blocks. It knows that a sequence does not fit when it
 is still in the queue at the second step after it came or was sent back there.
@@ -7,11 +7,29 @@ is still in the queue at the second step after it came or was sent back there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from pagedjax.host.types import Seq
+from pagedjax.host.policies.policy import Cached
+from pagedjax.host.types import Running, Seq
 
 Rank = Callable[[Seq], Any]  # the smaller, the more urgent
+
+
+def by_rank(rank: Callable[[Any, Seq], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`order` and `preempt` of a policy that offers the least rank first and preempts it last.
+
+    Args:
+        rank: (memory, sequence) -> its rank.
+    """
+
+    def order(memory: Any, waiting: Sequence[Seq], running: Running, cached: Cached) -> list[Seq]:
+        return sorted(waiting, key=partial(rank, memory))
+
+    def preempt(memory: Any, running: Sequence[Seq]) -> Seq:
+        return max(running, key=partial(rank, memory))
+
+    return order, preempt
 
 
 def make_way(

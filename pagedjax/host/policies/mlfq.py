@@ -28,22 +28,21 @@ of short requests, a long request advances by `quantum` tokens in about `patienc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, NamedTuple
 
 from immutables import Map
 
-from pagedjax.host.policies.eviction import make_way, most_urgent
-from pagedjax.host.policies.policy import Cached, Policy, name_with
+from pagedjax.host.policies.eviction import by_rank, make_way, most_urgent
+from pagedjax.host.policies.policy import Policy, name_with
 from pagedjax.host.types import (
+    TOKEN_EVENTS,
     Admitted,
-    Beamed,
     Finished,
     PolicyEvent,
     Preempted,
     Resumed,
     Running,
-    Sampled,
     Seq,
     Submitted,
 )
@@ -152,7 +151,7 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
                     jobs[name] = Job(level, work, 0, None)
             elif isinstance(event, Finished):
                 jobs.pop(event.request_id, None)
-            elif isinstance(event, (Sampled, Beamed)):
+            elif isinstance(event, TOKEN_EVENTS):
                 for name in event.request_ids:
                     if name in jobs:
                         jobs[name] = worked(jobs[name], 1.0)._replace(waited=0)
@@ -172,16 +171,8 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
         }
         return memory._replace(step=step, jobs=unfinished.update(promoted))
 
-    def order(
-        memory: Queues, waiting: Sequence[Seq], running: Running, cached: Cached
-    ) -> list[Seq]:
-        return sorted(waiting, key=lambda seq: rank(memory, seq))
-
-    def preempt(memory: Queues, running: Sequence[Seq]) -> Seq:
-        return max(running, key=lambda seq: rank(memory, seq))
-
     def evict(memory: Queues, waiting: Sequence[Seq], running: Running) -> list[str]:
-        first = most_urgent(waiting, lambda seq: rank(memory, seq))
+        first = most_urgent(waiting, partial(rank, memory))
         if first is None:
             return []
         job = memory.jobs[first.request_id]
@@ -190,10 +181,11 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
         return make_way(
             first,
             running.seqs,
-            rank=lambda seq: rank(memory, seq),
+            rank=partial(rank, memory),
             evictable=lambda seq: memory.jobs[seq.request_id].level > job.level,
         )
 
+    order, preempt = by_rank(rank)
     name = name_with(
         "mlfq",
         (levels, 4, "levels"),

@@ -24,13 +24,13 @@ A request without a prediction counts as `default` tokens; without a default it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, NamedTuple
 
 from immutables import Map
 
-from pagedjax.host.policies.eviction import make_way, most_urgent
-from pagedjax.host.policies.policy import Cached, Policy, name_with
+from pagedjax.host.policies.eviction import by_rank, make_way, most_urgent
+from pagedjax.host.policies.policy import Policy, name_with
 from pagedjax.host.types import (
     Admitted,
     Finished,
@@ -131,14 +131,8 @@ def _policy(patience: int, margin: int, default: int | None) -> Policy:
                 urgent.add(name)
         return Waits(step, unfinished, frozenset(urgent))
 
-    def order(memory: Waits, waiting: Sequence[Seq], running: Running, cached: Cached) -> list[Seq]:
-        return sorted(waiting, key=lambda seq: rank(memory, seq))
-
-    def preempt(memory: Waits, running: Sequence[Seq]) -> Seq:
-        return max(running, key=lambda seq: rank(memory, seq))
-
     def evict(memory: Waits, waiting: Sequence[Seq], running: Running) -> list[str]:
-        first = most_urgent(waiting, lambda seq: rank(memory, seq))
+        first = most_urgent(waiting, partial(rank, memory))
         if first is None or memory.waits[first.request_id].since == memory.step:
             return []  # it was not offered yet
         is_urgent = first.request_id in memory.urgent
@@ -149,8 +143,9 @@ def _policy(patience: int, margin: int, default: int | None) -> Policy:
                 return False
             return is_urgent or remaining(seq) >= tokens
 
-        return make_way(first, running.seqs, lambda seq: rank(memory, seq), evictable)
+        return make_way(first, running.seqs, partial(rank, memory), evictable)
 
+    order, preempt = by_rank(rank)
     name = name_with(
         "srtf",
         (patience, 256, "patience"),

@@ -29,14 +29,13 @@ from immutables import Map
 
 from pagedjax.host.policies.policy import Cached, Policy, arrival_of, name_with
 from pagedjax.host.types import (
+    TOKEN_EVENTS,
     Admitted,
-    Beamed,
     Finished,
     PolicyEvent,
     Preempted,
     Resumed,
     Running,
-    Sampled,
     Seq,
     Submitted,
 )
@@ -126,7 +125,7 @@ def _policy(
                 memory = arrived(memory, event.seq)
             elif isinstance(event, (Admitted, Resumed)):
                 memory = admitted(memory, event.request_id, input_weight, shares)
-            elif isinstance(event, (Sampled, Beamed)):
+            elif isinstance(event, TOKEN_EVENTS):
                 memory = served(memory, event.request_ids, output_weight, shares)
             elif isinstance(event, Preempted):
                 memory = queued_again(memory, event.request_id)

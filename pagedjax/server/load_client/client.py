@@ -216,7 +216,7 @@ async def send_requests(
     target: Target,
     model: str,
     items: Sequence[PlannedRequest],
-    on_end: Callable = print,
+    on_end: Callable,
 ) -> tuple[list[RequestTimes], float]:
     """Send requests at their arrivals -> the times of each, and the client's worst lag in seconds.
 

@@ -273,10 +273,10 @@ class Ingress:
             log.exception("replica %s was not asked", name)
             return None
 
-    async def _answer_in_time(self, call: Any, seconds: float = PAGE_SECONDS) -> Any:
-        """The answer of a replica; None if it does not come in time."""
+    async def _answer_in_time(self, call: Any) -> Any:
+        """The answer of a replica; None if it does not come in PAGE_SECONDS."""
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(PAGE_SECONDS):
                 return await call
         except (TimeoutError, NotRouted, *GONE):
             call.cancel()

@@ -31,7 +31,7 @@ def lark(
     *,
     required: bool,
     parallel: bool,
-    answer: Any = None,
+    answer: Any,
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the grammar, and the keywords of schemas that it ignores, each as the tool's name and
     a place.

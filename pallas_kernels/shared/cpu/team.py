@@ -38,7 +38,6 @@ LOOKS = 1000  # of a waiting helper, with a pause after each: 10 to 40 microseco
 HOLDERS = 0  # the threads that use it; the last of them frees it
 WORK = 8  # address of the function that a helper calls with the job; it ends with `release`
 TEAM = 16  # address of the team
-JOB_HEADER = 24  # bytes
 
 
 @compiled

@@ -20,7 +20,6 @@ from llvmlite import ir
 from pallas_kernels.shared.cpu.memory import pointer
 from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, external_function
 
-SIZES = 4, 2, 1
 HALF = 8  # lanes of half a vector
 FULL = 16  # lanes of a vector
 

@@ -44,14 +44,14 @@ def engine(
 def prompt(draw: random.Random, length: int) -> list[int]:
     """A prompt that begins like others.
 
-    Its tokens fall along its beginning. Those that a simulated engine samples rise, and depend on
-    the number of the request there: in engines of a fleet they are others than in the recorded
-    one. So none of them may go on as the prompt of another request does.
+    Ids fall along its beginning, and the ids that a simulated engine samples rise. So an answer
+    never goes on as the prompt of another request does. If it did, it would share blocks in one
+    run and not in another, because the sampled ids depend on the number of the request in its
+    engine, and a fleet numbers requests otherwise.
     """
     family = draw.randrange(3)
-    return [100 + 10 * family - i for i in range(length - length // 3)] + draw.choices(
-        range(900), k=length // 3
-    )
+    beginning = [100 + 10 * family - i for i in range(length - length // 3)]
+    return beginning + draw.choices(range(900), k=length // 3)
 
 
 def requests(draw: random.Random, count: int) -> list[tuple[float, dict[str, Any]]]:

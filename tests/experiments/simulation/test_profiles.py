@@ -64,11 +64,11 @@ def test_decodes(count):
 
 
 def test_two_chunks_take_the_time_of_a_prompt_and_one_more_constant():
-    in_one, first, second = (
-        milliseconds(TP2, row) for row in ((500, 0, 500), (500, 0, 200), (500, 200, 300))
-    )
+    whole_prompt = milliseconds(TP2, (500, 0, 500))
+    first_chunk = milliseconds(TP2, (500, 0, 200))
+    second_chunk = milliseconds(TP2, (500, 200, 300))
     constant = PROFILES[TP2].prompts[0] + 1 + 2
-    assert first + second == pytest.approx(in_one + constant + 1e-4 * 200)
+    assert first_chunk + second_chunk == pytest.approx(whole_prompt + constant + 1e-4 * 200)
 
 
 def test_a_mixed_step_has_the_larger_constant_once():

@@ -27,7 +27,7 @@ class SampleOutput:
     """An output of each sample.
 
     Attributes:
-        name: its key in `Tapped.samples`.
+        name: its key in `SideArrays.samples`.
         compute: (logits [R, V] float32, samples) -> a tree of arrays [R, ...] of 32-bit numbers.
             On a mesh, R are the rows of one device.
     """
@@ -66,7 +66,7 @@ class SideOutputs(NamedTuple):
 NOTHING = SideOutputs()
 
 
-class Tapped(NamedTuple):
+class SideArrays(NamedTuple):
     """The arrays of `SideOutputs`, by layer."""
 
     hidden: dict[int, jax.Array]  # [T, H]
@@ -98,7 +98,7 @@ def union(parts: Iterable[SideOutputs]) -> SideOutputs:
 
 def inner_arrays(
     model: Decoder, run: Run, batch: Batch, attend: Attend, side_outputs: SideOutputs
-) -> Tapped:
+) -> SideArrays:
     """The side outputs of a batch that come from the model's layers. Those of samples are left
     empty, because no sample is drawn yet.
 
@@ -121,7 +121,7 @@ def inner_arrays(
         )
         for layer, heads in side_outputs.attention
     }
-    return Tapped(
+    return SideArrays(
         {i: states[i] for i in side_outputs.hidden},
         attention,
         {layer: routes[layer] for layer in side_outputs.experts},
