@@ -203,8 +203,8 @@ def lower(function: Any, arguments: Any, target: str) -> Any:
 def arguments_of(case: Case) -> tuple[Any, ...]:
     """Returns the shapes of a layer's arguments.
 
-    They are pages, new keys and values, q, slots, block tables, lengths, cu_q_lens, and sinks if the
-    case has some.
+    They are pages, new keys and values, q, slots, block tables, lengths, cu_q_lens, and sinks if
+    the case has some.
     """
     import jax
     import jax.numpy as jnp

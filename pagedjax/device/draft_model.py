@@ -107,8 +107,8 @@ def of_decoder(model: Model) -> DraftModel:
         )
     if model.config.has_layer_heads:
         raise ValueError(
-            "the draft model has layers with heads of several sizes, and the pages of a draft model "
-            "are keys and values of one size; use one whose layers have the same heads, or "
+            "the draft model has layers with heads of several sizes, and the pages of a draft "
+            "model are keys and values of one size; use one whose layers have the same heads, or "
             "speculative.method='ngram'"
         )
     return DraftModel(

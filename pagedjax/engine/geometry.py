@@ -210,7 +210,7 @@ def _check_latents(config: EngineConfig, model: Model) -> None:
 
 
 def _check_layer_heads(config: EngineConfig, model: Model) -> None:
-    """Raises ValueError for a KV policy: its rows of attention have blocks, and not parts of them."""
+    """Raises ValueError for a KV policy: its rows of attention have whole blocks."""
     if model.config.has_layer_heads and isinstance(config.kv_policy, KVPolicyOptions):
         raise ValueError(
             "the model's layers have heads of several sizes, and kv_policy is "

@@ -1026,7 +1026,7 @@ def test_a_hybrid_or_deepseek_that_cannot_be_honoured_is_refused(name, change, m
         ),
         (
             {"per_layer_config": {"1": {"head_dim": 24}}},
-            "per_layer_config gives layer 3 .*'head_dim': 16.* layers of one type have the same heads",
+            "per_layer_config gives layer 3 .*'head_dim': 16.* layers of one type have the same",
         ),
         (
             {"per_layer_config": {"1": {"intermediate_size": 24}}},

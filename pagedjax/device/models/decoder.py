@@ -310,8 +310,8 @@ class DecoderConfig:
 
     @property
     def page_numbers(self) -> int:
-        """Numbers that a page has for each token, in keys: those of a layer. If layers have heads of
-        their own, the least number of which each layer needs a part.
+        """Numbers that a page has for each token, in keys: those of a layer. If layers have heads
+        of their own, the least number that those of each layer divide.
         """
         return lcm(*[self.of_kind(kind).token_numbers for kind in dict.fromkeys(self.kinds)])
 

@@ -107,8 +107,8 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
         )
     if target.has_layer_heads:
         raise ValueError(
-            "the model has layers with heads of several sizes, and a draft head is for models whose "
-            "layers have the same heads; use speculative.method='ngram', or a draft model"
+            "the model has layers with heads of several sizes, and a draft head is for models "
+            "whose layers have the same heads; use speculative.method='ngram', or a draft model"
         )
     if not 1 <= vocabulary <= target.vocab_size:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The dense text models of Gemma 4. Layers that see all tokens have heads of another size than those
-with windows, fewer key heads, and may make values of the product of keys. Values have a norm, and
-each layer has a factor.
+"""The dense text models of Gemma 4. Layers that see all tokens have heads of another size than
+those with windows, fewer key heads, and may make values of the product of keys. Values have a norm,
+and each layer has a factor.
 
 Of a head that sees all tokens only the fastest pairs turn ("proportional" rotation): with D numbers
 of which R turn, pair i has the frequency theta^(-2 i / D). That is a rotation of R numbers with the
@@ -146,8 +146,8 @@ def _overridden(
         for key, value in by_layer.items()
     ):
         raise ValueError(
-            f"per_layer_config is {by_layer!r:.80}; it must have an object for each of some layers, "
-            f"whose numbers are 0 to {len(types) - 1}"
+            f"per_layer_config is {by_layer!r:.80}; it must have an object for each of some "
+            f"layers, whose numbers are 0 to {len(types) - 1}"
         )
     of_layers = {int(key): value for key, value in by_layer.items()}
     sizes: dict[str, dict[str, Any]] = {}
