@@ -308,7 +308,7 @@ def compile_and_report(
         print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
     sentences = faults(step)
-    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(step.kernels.items()))
+    kernels = ", ".join(f"{count} x {kernel}" for kernel, count in sorted(step.kernels.items()))
     paragraphs = [
         str(placement) if placement else "",
         memory_lines(device_room, step, fit, plan, (compiled.layers, full.layers)),

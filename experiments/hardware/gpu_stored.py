@@ -119,7 +119,8 @@ def interpreted() -> AbstractContextManager[Any]:
     """The context in which the kernel for Hopper GPUs runs on a CPU."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+    newer: Any = plgpu  # JAX 0.10 has no interpretation
+    return newer.force_gpu_interpret_mode(newer.InterpretGPUParams())
 
 
 # --- times ----------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     whole = words.padded(digits, layout.outputs, layout.inputs)
     arrays = [words.words_of(whole, bits, layout.tile_words)]
     for array in (scales, offsets):
-        if array is not None:
+        if array is not None and matrix.blocks is not None:
             whole = words.padded(array, layout.outputs, layout.slabs * layout.slab_blocks)
             arrays.append(words.words_of_scales(whole, matrix.blocks))
     by_slab = [array.reshape(layout.outputs, layout.slabs, -1) for array in arrays]

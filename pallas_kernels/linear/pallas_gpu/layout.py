@@ -97,7 +97,7 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     packed[:, : layout.word_rows] = by_slab.reshape(layout.tiles, -1, WORDS)
     parts = []
     for array in (scales, offsets):
-        if array is not None:
+        if array is not None and matrix.blocks is not None:
             blocks = layout.slabs * layout.slab_blocks
             whole = words.padded(array, layout.tiles * OUTPUTS, blocks)
             part = words.words_of_scales(whole, matrix.blocks)
