@@ -209,9 +209,9 @@ def schedule(state: State, sizes: Sizes, order: Order) -> tuple[State, Plan]:
         tokens=budget - jnp.sum(of_prompts),
         blocks=state.free_blocks,
     )
-    if evicted is not None:
-        order = order._replace(offered=order.offered & ~evicted)
+    if evicted is not None and order.evicted is not None:
         exits = jnp.where(evicted, order.evicted, exits + jnp.sum(evicted))
+        order = order._replace(offered=order.offered & ~evicted)
         preempted = preempted | evicted
     entry = _admit(state, sizes, order, room)
     admitted = entry.counts > 0

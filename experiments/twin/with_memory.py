@@ -214,7 +214,7 @@ class Waits(NamedTuple):
         """
         number = self.step + 1
         plan = step.plan
-        begins = plan.preempted | step.submitted
+        begins = jnp.logical_or(plan.preempted, step.submitted)
         since = jnp.where(plan.admitted, RUNS, jnp.where(begins, number, self.since))
         return Waits(number, since, earlier + plan.preempted)
 

@@ -38,7 +38,8 @@ def test_worlds_lower_for_a_chip(platform):
 def test_worlds_under_a_policy_that_evicts_lower_for_chips():
     world = Environment(8)
     params = world.default_params
-    program = jax.jit(lambda keys: returns(world, policies.find("mlfq"), None, params, keys))
+    decide = policies.without_parameters(policies.find("mlfq"))
+    program = jax.jit(lambda keys: returns(world, decide, None, params, keys))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))
     exported = jax.export.export(program, platforms=["tpu", "cuda"])(keys)
     assert exported.platforms == ("tpu", "cuda")
