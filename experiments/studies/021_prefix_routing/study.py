@@ -103,9 +103,9 @@ def gain(runs: Runs, router: str = AWARE, over: str = PLAIN) -> float:
     return runs[router].rate / runs[over].rate
 
 
-def sooner(runs: Runs) -> float:
-    """How many times as soon the first token comes with AWARE as with PLAIN, on average."""
-    return runs[PLAIN].first / runs[AWARE].first
+def sooner(runs: Runs, router: str = AWARE) -> float:
+    """How many times as soon the first token comes with `router` as with PLAIN, on average."""
+    return runs[PLAIN].first / runs[router].first
 
 
 def caches_of(prefixes: int) -> float:
