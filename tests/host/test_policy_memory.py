@@ -438,9 +438,8 @@ def run(path: Path, config: SchedulerConfig, seed: int, policy: Policy) -> Sched
             assert sum(plan.counts) <= config.max_num_batched_tokens
             assert not set(plan.preempted) & set(plan.admitted)
             choices, ended = chosen(state, plan, draw)
-            hashes = filled(plan, config.block_size) if config.reservation == "none" else {}
-            hashes = {} if offered else hashes
             sampled = [draw.randrange(20) for _ in plan.seqs]
+            hashes = filled(plan, config.block_size, sampled)
             state, events = scheduler.commit(state, plan, sampled, hashes, choices)
             recorder.write(Commit(plan, sampled, hashes, choices, events))
             scheduler.check(state)
