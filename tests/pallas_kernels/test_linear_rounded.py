@@ -37,7 +37,11 @@ def rounded(x: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def tokens_near_ties(x: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Which tokens have a number that another order of the norm's sum may round to the other side."""
+    """Which tokens have a number that another order of the norm's sum may round to the other side.
+
+    x: [T, K] float32. Numbers of bfloat16 are often exactly between two multiples (half of the
+    largest is 63.5), and one step more or less is within what bfloat16 is allowed.
+    """
     units, _ = in_groups(x, blocks)
     distances = np.abs(np.abs(units) % 1 - 0.5)
     return np.asarray((distances < NEAR_A_TIE).any((1, 2)))
@@ -53,7 +57,7 @@ def assert_product_of_rounded_tokens(name: str, case_name: str, dtype: str) -> N
     limit = ERROR[dtype] * max(np.abs(exact).max(), size_of_terms(floats))
     output = run(stored, "cpu_int8").astype(np.float64)
     chex.assert_equal_shape((output, exact))
-    if floats["norm"] is not None:
+    if floats["norm"] is not None and dtype == "float32":
         is_sure = ~tokens_near_ties(x, blocks)
         assert is_sure.mean() > 0.8
         output = output[is_sure]
