@@ -94,7 +94,6 @@ OTHERS = [
     )
 ]
 SLOW = [
-    ("Qwen3-MoE", "float32"),
     ("Llama 3", "bfloat16"),
     ("Granite 3", "float32"),
     ("GPT-OSS", "float32"),
@@ -106,6 +105,7 @@ every_family = pytest.mark.parametrize(
     [
         ("Qwen3", "float32"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        pytest.param("Qwen3-MoE", "float32", marks=pytest.mark.exhaustive),  # so has GPT-OSS
         *(pytest.param(*family.values, "float32", marks=family.marks) for family in OTHERS),
     ],
 )

@@ -111,19 +111,31 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
         assert sum(run.preempted for run in single) > 5
 
 
-@pytest.mark.slow
+EXPERT_MESHES = (
+    ({"tensor": 2, "expert": 2}, "int8"),
+    ({"tensor": 3}, None),
+    ({"expert": 2}, None),
+    ({"expert": 3}, "int8"),
+    ({"tensor": 2, "expert": 2}, None),
+)
+SPARSE = ("Qwen3-MoE", "GLM-4.5", "GPT-OSS")
+
+
+def split_marks(name: str, number: int) -> Any:
+    """The first mesh is for every model, each other one for one model."""
+    is_slow = number == 0 or SPARSE[number % len(SPARSE)] == name
+    return pytest.mark.slow if is_slow else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    ("mesh", "dtype"),
+    ("name", "mesh", "dtype"),
     [
-        ({"tensor": 2, "expert": 2}, "int8"),
-        ({"tensor": 3}, None),
-        ({"expert": 2}, None),
-        ({"expert": 3}, "int8"),
-        ({"tensor": 2, "expert": 2}, None),
+        pytest.param(name, *values, marks=split_marks(name, number))
+        for name in SPARSE
+        for number, values in enumerate(EXPERT_MESHES)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4.5", "GPT-OSS"])
 def test_experts_are_split_by_number_and_by_width(tmp_path, name, mesh, dtype):
     """One of three layers has no experts; three devices do not divide the width."""
     model = model_of(name, weight_dtype=dtype)

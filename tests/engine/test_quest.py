@@ -238,7 +238,7 @@ def check_company(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "number"),
-    [(("recomputed", "swapped"), 6), (tuple(ENGINES), 60)],
+    [(("recomputed", "swapped"), 6), (tuple(ENGINES), 20)],
     ids=["few blocks", "any engine"],
 )
 def test_company_changes_no_token(engines, tokens_alone, names, number):

@@ -100,7 +100,7 @@ def without_prompts(path: Path) -> Past:
     return past.read(path)
 
 
-@drawn.examples(4, 60)
+@drawn.examples(4, 50)
 def test_an_engine_does_what_was_predicted(tmp_path: Path, tiny, number: int):
     """With seeds, stop tokens, stops from outside, branches and prefixes; decisions, blocks,
     preemptions and tokens.
@@ -241,7 +241,7 @@ def test_the_command_confirms(small: Path, tiny_folder, tmp_path: Path, capsys):
 # --- prompts that are made up -----------------------------------------------------------------------
 
 
-@drawn.examples(10, 200)
+@drawn.examples(10, 60)
 def test_made_up_prompts_share_the_blocks_that_recorded_ones_share(tmp_path: Path, number: int):
     """Equal hashes where the recorded ones are equal, and others where they are not."""
     path = tmp_path / "run.jsonl"
