@@ -13,13 +13,19 @@ the text of the second cell, in which `...` stands for anything.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+from pagedjax.commands import cli
 
 RUNS = "<!-- runs -->"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -109,12 +115,33 @@ def shell(source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-euc", words], capture_output=True, text=True, timeout=500)
 
 
+def error_of_command(action: str) -> str:
+    """What a command prints, which must fail. It runs in this process: a process of its own takes
+    seconds to import what the command needs, and most fail before they do something.
+    """
+    module, *words = shlex.split(action.removeprefix("python -m "))
+    output = io.StringIO()
+    before = sys.argv
+    sys.argv = [module, *words]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            if module == "pagedjax":
+                status = cli.main(words)
+            else:
+                status = None
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code
+    finally:
+        sys.argv = before
+    assert status, f"{action!r} does not fail"
+    return output.getvalue()
+
+
 def error_of(action: str, space: dict[str, object]) -> str:
     """The text of the error of a mistake, which must fail."""
     if action.startswith(COMMANDS):
-        ended = shell(action)
-        assert ended.returncode != 0, f"{action!r} does not fail"
-        return ended.stdout + ended.stderr
+        return error_of_command(action)
     try:
         exec(compile(action, "mistake", "exec", dont_inherit=True), space)
     except Exception as error:

@@ -84,7 +84,8 @@ def compare_logprobs(single: list[Any], split: list[Any], atol: float) -> None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
 
-@pytest.mark.slow  # with a draft model by default, below
+# by default with a draft model, below; fewer devices than key heads, as many, more
+@pytest.mark.slow_cases("8/4-2", "9/3-4", "8/2-8")
 @pytest.mark.parametrize(
     ("name", "n"), [(name, n) for name in ("8/4", "8/2", "9/3") for n in (2, 4, 8)]
 )
@@ -142,7 +143,7 @@ def test_experts_are_split_by_number_and_by_width(tmp_path, name, mesh, dtype):
     compare_runs(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("draft", "rejection")  # drafts of ngrams come from the host
 @pytest.mark.parametrize(
     "options",
     [
