@@ -129,7 +129,9 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
         assert sum(outcome.accepted for outcome in runs) > 0.85 * drafted
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(
+    "k 1", "blocks of 1", "no prefix cache", "few blocks, swapped", "prompts and decodes in turn"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
