@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import chex
@@ -259,14 +260,9 @@ def with_merged(module: Decoder, parts: Any) -> Decoder:
     return copy
 
 
-ALSO = [("Qwen3", True), ("GPT-2", False), ("GPT-2", True)]
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    [("Qwen3", False), *ALSO],
-)
+@pytest.mark.slow_cases("Qwen3-True", "GPT-2-False")
+@pytest.mark.parametrize(("name", "exact"), product(("Qwen3", "GPT-2"), (True, False)))
 def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(name, exact):
     module = module_of(name)
     factors = factors_of(module.config, 5)

@@ -165,6 +165,7 @@ def alone(model) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.default_cases("preemption")
+@pytest.mark.slow_cases("another budget", "swapping", "drafts", "mesh")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model, alone, variant):
     llm = make(model, **{"kv_policy": QUEST, "num_blocks": FEW_BLOCKS} | VARIANTS[variant])
