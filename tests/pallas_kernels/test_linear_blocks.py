@@ -161,11 +161,10 @@ def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
         chex.assert_trees_all_equal(output, run(floats, "cpu"))
 
 
-# all cases of one encoding; of the others, one token and several
+# all cases of an encoding with zeros, of one with large blocks, and of one of small floats; of the
+# others, one token and several
 SLOW = {(name, case_name) for name in BLOCKS for case_name in ("a token", "deep")} | {
-    *(("q5_k", case_name) for case_name in CASES),
-    *(("int4_128", case_name) for case_name in CASES),
-    *(("fp8_32", case_name) for case_name in CASES),
+    (name, case_name) for name in ("q5_k", "int4_128", "fp8_32") for case_name in CASES
 }
 # a second of compilation for each format, and one more for low rank
 QUICK = {("q4_1", name, "float32") for name in CASES} | {

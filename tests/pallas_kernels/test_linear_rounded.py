@@ -65,8 +65,8 @@ def assert_product_of_rounded_tokens(name: str, case_name: str, dtype: str) -> N
     chex.assert_trees_all_close(output, exact, rtol=0, atol=limit)
 
 
-# all cases of one encoding, and of one with products whose tokens are near ties; of the others, one
-# token and several
+# all cases of an encoding with small blocks, and of one with large ones; of the others, one token
+# and several
 SLOW = {(name, case_name) for name in INTEGERS for case_name in ("a token", "deep")} | {
     (name, case_name) for name in ("q6_k", "int8_128") for case_name in CASES
 }
