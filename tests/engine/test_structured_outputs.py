@@ -81,10 +81,7 @@ def watch(llm: LLM) -> list[StepResult]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind in SLOW else pytest.param(kind, marks=pytest.mark.exhaustive)
-        for kind in KINDS
-    ],
+    [kind if kind in SLOW else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS],
 )
 def test_answers_have_their_form(tiny, kind):
     """More than 200 schemas, in each kind of engine."""
