@@ -261,7 +261,7 @@ def with_merged(module: Decoder, parts: Any) -> Decoder:
 
 
 @pytest.mark.slow_cases("Qwen3-True", "GPT-2-False")
-@pytest.mark.parametrize(("name", "exact"), product(("Qwen3", "GPT-2"), (True, False)))
+@pytest.mark.parametrize(("name", "exact"), [*product(("Qwen3", "GPT-2"), (True, False))])
 def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(name, exact):
     module = module_of(name)
     factors = factors_of(module.config, 5)
