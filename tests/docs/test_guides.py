@@ -212,7 +212,7 @@ def test_wrong_pages_fail(tmp_path, monkeypatch):
         "```python\n# a.py\nx = 1\n```\n\n```python\nimport a\n```\n"
         + row.format("1 / 0", "by zero")
         + "| `pagedjax replay no.jsonl` | `there is no file no.jsonl` | no |\n"
-        + "| `python -m json.tool --no` | `unrecognized arguments: --no` | no |\n"
+        + "| `python -m json.tool --other` | `unrecognized arguments: --other` | no |\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     guide_blocks.run(page)
