@@ -47,19 +47,21 @@ def interruptible() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an
-    engine. If the mark `slow_cases` names some, all others are exhaustive."""
+    engine. If the mark `slow_cases` names some, all others are exhaustive.
+    """
     missing: dict[str, set[str]] = {}
     for item in items:
         default = item.get_closest_marker("default_cases")
-        if default is None:
+        slow = item.get_closest_marker("slow_cases")
+        if default is None and slow is None:
             continue
         case = item.callspec.id  # type: ignore[attr-defined]
-        slow = item.get_closest_marker("slow_cases")
-        named = {*default.args, *(slow.args if slow else ())}
+        default_cases = default.args if default else ()
+        named = {*default_cases, *(slow.args if slow else ())}
         function = item.nodeid.removesuffix(f"[{case}]")
         missing.setdefault(function, named)
         missing[function].discard(case)
-        if case not in default.args:
+        if case not in default_cases:
             item.add_marker("slow" if slow is None or case in slow.args else "exhaustive")
     # a command that names single tests has not all cases of a function
     has_cases = bool(items) and "[" in items[0].nodeid

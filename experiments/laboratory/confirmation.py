@@ -208,7 +208,8 @@ def script_of(recorded: Past, change: Change, vocab_size: int) -> Script:
         file = Path(folder) / "predicted.jsonl"
         rerun.record(file, run)
         predicted = past.read(file, policies_of(change))
-    return Script(run, predicted, engine_tokens.engine_tokens(predicted, vocab_size))
+    inputs = engine_tokens.engine_tokens(predicted, vocab_size, recorded=recorded)
+    return Script(run, predicted, inputs)
 
 
 def policies_of(change: Change) -> Mapping[str, Policy]:

@@ -51,17 +51,19 @@ class EngineTokens(NamedTuple):
         return tuple(sorted([self.stand_ins.get(token, token) for token in token_ids]))
 
 
-def engine_tokens(past: Past, vocab_size: int) -> EngineTokens:
+def engine_tokens(past: Past, vocab_size: int, *, recorded: Past | None = None) -> EngineTokens:
     """The tokens with which an engine repeats a recorded run.
 
     Args:
+        recorded: of a predicted run, the run that was recorded. The hashes of its prompts are those
+            of its own blocks; None: `past` was recorded.
         vocab_size: of the engine's model. Recorded tokens beyond it get stand-ins.
 
     Raises:
         Refused: an engine cannot repeat the run, or the vocabulary is too small for its tokens.
     """
     check(past)
-    has_prompts = _has_prompts(past)
+    has_prompts = _has_prompts(past if recorded is None else recorded)
     stand_ins = _stand_ins(past, vocab_size)
 
     def translated(tokens: Sequence[int]) -> list[int]:

@@ -33,7 +33,7 @@ V = 10
 ROWS = 1024
 POSITIONS = 16  # of each row in one call: 16,384 draws
 MANY_CALLS = 8  # calls for 131,072 draws
-MILLION = 64  # calls for 1,048,576 draws
+SLOW_CALLS = 16  # calls for 262,144 draws
 SEED = np.uint32(11)
 MIN_PVALUE = 1e-4  # the p-value of a distribution that is kept is above
 FAULTY = 1e-12  # the p-value of a fault is below
@@ -185,7 +185,7 @@ def assert_kept(outcome: Drawn, p: np.ndarray, q: np.ndarray) -> None:
     ("name", "calls"),
     [
         ("all of truncation", MANY_CALLS),
-        *(pytest.param(name, MILLION, marks=pytest.mark.slow) for name in RULES),
+        *(pytest.param(name, SLOW_CALLS, marks=pytest.mark.slow) for name in RULES),
     ],
 )
 def test_drawn_and_accepted_tokens_have_the_models_distribution(name, calls):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import chex
@@ -94,7 +95,6 @@ OTHERS = [
     )
 ]
 SLOW = [
-    ("Qwen3-MoE", "float32"),
     ("Llama 3", "bfloat16"),
     ("Granite 3", "float32"),
     ("GPT-OSS", "float32"),
@@ -106,6 +106,7 @@ every_family = pytest.mark.parametrize(
     [
         ("Qwen3", "float32"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        pytest.param("Qwen3-MoE", "float32", marks=pytest.mark.exhaustive),  # so has GPT-OSS
         *(pytest.param(*family.values, "float32", marks=family.marks) for family in OTHERS),
     ],
 )
@@ -259,14 +260,8 @@ def with_merged(module: Decoder, parts: Any) -> Decoder:
     return copy
 
 
-ALSO = [("Qwen3", True), ("GPT-2", False), ("GPT-2", True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    [("Qwen3", False), *ALSO],
-)
+@pytest.mark.slow_cases("Qwen3-True", "GPT-2-False")
+@pytest.mark.parametrize(("name", "exact"), [*product(("Qwen3", "GPT-2"), (True, False))])
 def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(name, exact):
     module = module_of(name)
     factors = factors_of(module.config, 5)

@@ -76,7 +76,9 @@ def test_tokens_are_those_of_one_engine_whatever_happens_to_the_other(
     pages.
     """
     engine = small_llm(tiny_folder).engine
-    timeout = 20.0 if cut is None and killed != 0 else 3.0  # seconds; each late answer takes it
+    timeout = 3.0 if cut or killed == 0 else 20.0  # seconds; each late answer takes it
+    if killed:
+        timeout = 6.0  # of two that are late; the others must be on time
     transfers = Transfers("127.0.0.1:0", timeout=timeout)
     engine.record(tmp_path / "decode.jsonl")
     first_late = killed

@@ -201,6 +201,9 @@ def test_wrong_pages_fail(tmp_path, monkeypatch):
         ("<!-- runs -->\n```sh\nfalse\n```\n", AssertionError),
         (row.format("1 / 0", "an unknown error"), AssertionError),
         (row.format("1 / 1", "division by zero"), AssertionError),
+        (row.format("pagedjax replay no.jsonl", "another error"), AssertionError),
+        (row.format("pagedjax --help", "usage"), AssertionError),
+        (row.format("python -m json.tool --help", "usage"), AssertionError),
     ):
         page.write_text(text)
         with pytest.raises(error):
@@ -208,6 +211,8 @@ def test_wrong_pages_fail(tmp_path, monkeypatch):
     page.write_text(
         "```python\n# a.py\nx = 1\n```\n\n```python\nimport a\n```\n"
         + row.format("1 / 0", "by zero")
+        + "| `pagedjax replay no.jsonl` | `there is no file no.jsonl` | no |\n"
+        + "| `python -m json.tool --other` | `unrecognized arguments: --other` | no |\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     guide_blocks.run(page)

@@ -98,9 +98,6 @@ def drafts_of(results) -> tuple[int, int]:
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-# Each case compiles an engine: slow runs have each drafter, and each case once.
-
-
 @pytest.mark.default_cases("head-k 7")
 # Each case compiles an engine: slow runs have each drafter, and each case once.
 @pytest.mark.slow_cases(
@@ -132,7 +129,9 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
         assert sum(outcome.accepted for outcome in runs) > 0.85 * drafted
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(
+    "k 1", "blocks of 1", "no prefix cache", "few blocks, swapped", "prompts and decodes in turn"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
@@ -191,7 +190,7 @@ def dense_drafts(
     return best, lead
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("config0", "config2")
 @pytest.mark.parametrize(
     "config", [{}, {"block_size": 16, "num_blocks": 24}, SWAPPED, {"max_num_batched_tokens": 8}]
 )
@@ -229,7 +228,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
 # --- rejection sampling ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("itself", "head")
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
 def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(
     tiny, folders, plain, tmp_path, drafter

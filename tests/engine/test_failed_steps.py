@@ -127,7 +127,7 @@ def test_blocks_that_a_failed_step_overwrote_are_not_found(tiny, monkeypatch):
     (repeated,) = llm.generate([prompt], greedy(6))
     assert (alone.num_cached_tokens, repeated.num_cached_tokens) == (0, 24)
 
-    def interrupted(*_):
+    def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

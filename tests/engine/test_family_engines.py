@@ -67,7 +67,14 @@ def check_equal(results: list[Any], expected: list[Any], atol: float = 2e-4) -> 
         chex.assert_trees_all_close(logprobs_of(result), logprobs_of(expected_result), atol=atol)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # its parts are those of four devices
+        pytest.param(kind, marks=pytest.mark.exhaustive if kind == "two devices" else ())
+        for kind in KINDS
+    ],
+)
 def test_answers_do_not_depend_on_the_kind_of_engine(folder, llm, kind):
     other_llm = small_llm(folder, **(LENGTH | KINDS[kind]))
     check_equal(answers(other_llm, PROMPTS, PARAMS), answers(llm, PROMPTS, PARAMS))

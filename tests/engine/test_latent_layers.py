@@ -154,7 +154,14 @@ def test_tokens_of_a_request_do_not_depend_on_its_company(loaded, expected, tmp_
     check_same([(branch.token_ids, branch.cumulative_logprob) for branch in alone], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(
+    "swapped",
+    "recomputed",
+    "plain XLA",
+    "drafts",
+    "a draft model",
+    "three devices, heads of zeros",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, tiny_folder, expected):
     options = CASES[name]

@@ -156,6 +156,7 @@ def compare(engines, seed: int, folder: Path, **options) -> tuple[Observed, Obse
 
 
 @pytest.mark.default_cases("3-4")
+@pytest.mark.slow_cases("1-10")
 @pytest.mark.parametrize(("depth", "seeds"), [(1, 10), (3, 4), (3, 10)])
 def test_recordings_are_byte_identical_with_lookahead(llms, tmp_path, depth, seeds):
     engines = llms[0].engine, llms[depth].engine
@@ -167,7 +168,7 @@ def test_recordings_are_byte_identical_with_lookahead(llms, tmp_path, depth, see
     assert sum(run.sent for _, run in pairs) >= steps + 5, "no prediction was wrong"
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("recomputed", "swapped")
 @pytest.mark.parametrize(
     "config",
     [

@@ -84,7 +84,8 @@ def compare_logprobs(single: list[Any], split: list[Any], atol: float) -> None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
 
-@pytest.mark.slow  # with a draft model by default, below
+# by default with a draft model, below; fewer devices than key heads, as many, more
+@pytest.mark.slow_cases("8/4-2", "9/3-4", "8/2-8")
 @pytest.mark.parametrize(
     ("name", "n"), [(name, n) for name in ("8/4", "8/2", "9/3") for n in (2, 4, 8)]
 )
@@ -111,26 +112,38 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
         assert sum(run.preempted for run in single) > 5
 
 
-@pytest.mark.slow
+EXPERT_MESHES = (
+    ({"tensor": 2, "expert": 2}, "int8"),
+    ({"tensor": 3}, None),
+    ({"expert": 2}, None),
+    ({"expert": 3}, "int8"),
+    ({"tensor": 2, "expert": 2}, None),
+)
+SPARSE = ("Qwen3-MoE", "GLM-4.5", "GPT-OSS")
+
+
+def split_marks(name: str, number: int) -> Any:
+    """The first mesh is for every model, each other one for one model."""
+    is_slow = number == 0 or SPARSE[number % len(SPARSE)] == name
+    return pytest.mark.slow if is_slow else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    ("mesh", "dtype"),
+    ("name", "mesh", "dtype"),
     [
-        ({"tensor": 2, "expert": 2}, "int8"),
-        ({"tensor": 3}, None),
-        ({"expert": 2}, None),
-        ({"expert": 3}, "int8"),
-        ({"tensor": 2, "expert": 2}, None),
+        pytest.param(name, *values, marks=split_marks(name, number))
+        for name in SPARSE
+        for number, values in enumerate(EXPERT_MESHES)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4.5", "GPT-OSS"])
 def test_experts_are_split_by_number_and_by_width(tmp_path, name, mesh, dtype):
     """One of three layers has no experts; three devices do not divide the width."""
     model = model_of(name, weight_dtype=dtype)
     compare_runs(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("draft", "rejection")  # drafts of ngrams come from the host
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,6 +20,7 @@ from pagedjax.device.cache import BlockSizes, Pages, PageShapes
 from pagedjax.device.memory import nbytes
 from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import Attention, Block, DecoderConfig, LayerKind
+from pagedjax.device.rope import rotate
 from pagedjax.weights.trained import named, nested, whole
 from tests.engine.runs import small_llm
 
@@ -45,20 +46,19 @@ class HalfValues(Attention):
         return self.read(x, pages, batch, angles, attend, norm=norm, residual=residual), pages
 
     def write(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
-        c = self.config
-        _, k, v = self._heads(x, angles, norm, (c.heads, c.heads + 2 * c.kv_heads), batch)
+        _, k, v = self.heads_of(x, batch, angles, norm)
         size = pages["k"].shape[2]
         block = batch.slots // size
         offset = batch.slots % size
         return Pages(
             k=pages["k"].at[block, :, offset].set(k),
-            v=pages["v"].at[block, :, offset].set(v[..., : c.head_dim // 2]),
+            v=pages["v"].at[block, :, offset].set(v[..., : self.config.head_dim // 2]),
             present=pages["present"].at[block, 0, offset].set(1.0),
         )
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         c = self.config
-        q, _, _ = self._heads(x, angles, norm, (0, c.heads), batch)
+        q, _, _ = self.heads_of(x, batch, angles, norm)
         t = len(q)
         row = jnp.searchsorted(batch.row_cu_q_lens[1:], jnp.arange(t), side="right")
         tables = batch.block_tables[jnp.minimum(row, len(batch.seq_lens) - 1)]
@@ -77,6 +77,16 @@ class HalfValues(Attention):
         y = jnp.einsum("tkgc,tkcd->tkgd", weights, of_row("v"))
         y = jnp.pad(y, [(0, 0)] * 3 + [(0, c.head_dim // 2)]).reshape(t, -1).astype(x.dtype)
         return self.out(y, residual=residual, sizes=batch.used_tokens)
+
+    def heads_of(self, x, batch: Batch, angles, norm) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [T, N, D], keys and values [T, K, D] of a Llama."""
+        c = self.config
+        assert self.kind.rope is not None
+        product = self.qkv(x, norm=norm, sizes=batch.used_tokens).reshape(len(x), -1, c.head_dim)
+        q, k, v = jnp.split(product, (c.heads, c.heads + c.kv_heads), axis=1)
+        q = rotate(q, angles[self.kind.rope])
+        k = rotate(k, angles[self.kind.rope])
+        return q, k, v
 
 
 class HalfBlock(Block):

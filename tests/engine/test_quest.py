@@ -165,6 +165,7 @@ def alone(model) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.default_cases("preemption")
+@pytest.mark.slow_cases("another budget", "swapping", "drafts", "mesh")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model, alone, variant):
     llm = make(model, **{"kv_policy": QUEST, "num_blocks": FEW_BLOCKS} | VARIANTS[variant])
@@ -238,7 +239,7 @@ def check_company(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "number"),
-    [(("recomputed", "swapped"), 6), (tuple(ENGINES), 60)],
+    [(("recomputed", "swapped"), 6), (tuple(ENGINES), 20)],
     ids=["few blocks", "any engine"],
 )
 def test_company_changes_no_token(engines, tokens_alone, names, number):

@@ -23,7 +23,7 @@ from tests.structured.schemas import CASES
 # A random model answers at random: a pattern or a format of many characters would end by its
 # length.
 SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
-THOUSANDS = ("swapped", "lookahead")  # slow; the others: exhaustive
+SLOW = ("swapped", "lookahead")  # the others: exhaustive
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without prefix caching": {"enable_prefix_caching": False},
@@ -81,16 +81,13 @@ def watch(llm: LLM) -> list[StepResult]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind in THOUSANDS else pytest.param(kind, marks=pytest.mark.exhaustive)
-        for kind in KINDS
-    ],
+    [kind if kind in SLOW else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS],
 )
-def test_thousands_of_answers_have_their_form(tiny, kind):
-    """With all kinds of engines together more than 2,000 answers, over more than 200 schemas."""
+def test_answers_have_their_form(tiny, kind):
+    """More than 200 schemas, in each kind of engine."""
     llm = small_llm(tiny, **KINDS[kind])
     results = watch(llm)
-    assert reasons_of_answers(llm, SCHEMAS, 3)["stop"] >= 400
+    assert reasons_of_answers(llm, SCHEMAS, 1)["stop"] >= 130
     kinds = {type(event) for result in results if result for event in result.events}
     assert (Preempted in kinds) == ("num_blocks" in KINDS[kind])
     assert (Verified in kinds) == kind.startswith("speculation")

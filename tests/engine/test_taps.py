@@ -260,7 +260,7 @@ def test_experts_of_chunks_are_those_of_a_whole_prompt(experts):
         unchunked.generate(PROMPTS[0], replace(params, taps=Taps(experts=1)))
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("{'tensor': 2, 'expert': 2}")
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "expert": 2}], ids=str)
 def test_a_mesh_gives_the_same_hidden_states_and_experts(experts, mesh):
     params = greedy(6, taps=Taps(hidden_states=(1, 3), experts=(0, 2)))
@@ -272,7 +272,7 @@ def test_a_mesh_gives_the_same_hidden_states_and_experts(experts, mesh):
         llm.generate(PROMPTS[0], replace(params, taps=Taps(attention={0: 0})))
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("eagle-head")
 @pytest.mark.parametrize(("method", "drafter"), [("eagle", "head"), ("draft", "small")])
 def test_arrays_beside_a_drafter_on_the_device(tiny_folder, folders, method, drafter):  # noqa: F811
     """A head observes the last layer too, which is then computed for all tokens."""

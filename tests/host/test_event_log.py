@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import strategies as st
 
 from pagedjax import __version__
-from pagedjax.host import event_log, replay, scheduler
+from pagedjax.host import drafts, event_log, replay, scheduler
 from pagedjax.host.event_log import (
     Cancel,
     Commit,
@@ -168,18 +168,23 @@ def chosen(
     return choices, ended
 
 
-def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
-    """Made-up hashes of the blocks of generated tokens that a step fills."""
-    ends = {
-        seq: start + count
-        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
-    }
-    full = {
-        seq: range(len(seq.hashes), end // size) for seq, end in ends.items() if end % size == 0
-    }
-    return {
-        seq.request_id: tuple(f"{seq.arrival}-{i}" for i in new) for seq, new in full.items() if new
-    }
+def filled(
+    plan: Plan, size: int, sampled: Sequence[drafts.Sample] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Made-up hashes of the blocks of generated tokens that a step fills. A block gets its hash when
+    it is full, or never: later, other beams may have it too, and one block has one hash.
+
+    Args:
+        sampled: of a plan with drafts, what `commit` gets.
+    """
+    counts = drafts.accepted_columns(plan, sampled).counts if plan.drafts else plan.counts
+    hashes: dict[str, tuple[str, ...]] = {}
+    for seq, start, count in zip(plan.seqs, plan.starts, counts, strict=True):
+        num_hashed = len(seq.hashes)
+        new = range(num_hashed, (start + count) // size)
+        if new and num_hashed >= start // size:
+            hashes[seq.request_id] = tuple(f"{seq.arrival}-{i}" for i in new)
+    return hashes
 
 
 @pytest.fixture

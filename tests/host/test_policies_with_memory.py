@@ -71,7 +71,7 @@ def step(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Plan, l
 # --- all of them ----------------------------------------------------------------------------------
 
 
-@drawn.examples(6, 60)
+@drawn.examples(6, 20)
 @pytest.mark.parametrize("policy", EAGER, ids=lambda policy: policy.name)
 def test_storms_of_preemptions_end(policy: Policy, number: int):
     """With branches, beams, cancels and failed steps, in a pool that is too small."""

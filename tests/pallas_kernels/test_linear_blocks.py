@@ -161,6 +161,11 @@ def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
         chex.assert_trees_all_equal(output, run(floats, "cpu"))
 
 
+# all cases of an encoding with zeros, of one with large blocks, and of one of small floats; of the
+# others, one token and several
+SLOW = {(name, case_name) for name in BLOCKS for case_name in ("a token", "deep")} | {
+    (name, case_name) for name in ("q5_k", "int4_128", "fp8_32") for case_name in CASES
+}
 # a second of compilation for each format, and one more for low rank
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a chunk", "deep")),
@@ -170,11 +175,17 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
 }
 
 
+def marks_of(key: tuple[str, str, str]) -> Any:
+    if key in QUICK:
+        return ()
+    return pytest.mark.slow if key[:2] in SLOW else pytest.mark.exhaustive
+
+
 @ON_CPU
 @pytest.mark.parametrize(
     ("name", "case_name", "dtype"),
     [
-        pytest.param(*key, marks=() if key in QUICK else pytest.mark.slow)
+        pytest.param(*key, marks=marks_of(key))
         for key in [(n, c, d) for n in BLOCKS for c in CASES for d in ERROR]
     ],
 )
@@ -210,7 +221,7 @@ from tests.pallas_kernels.test_linear_blocks import CASES, assert_bits_of_floats
 from pallas_kernels.linear.cpu import small_floats, vectors
 print(vectors.COLUMNS, small_floats.HAS_HALVES)
 for name in ("q4_0", "q4_1", "q8_0", "q6_k", "fp8_32", "mxfp4"):
-    for case_name in CASES:
+    for case_name in CASES if name == "q4_1" else ("a token", "deep"):
         assert_bits_of_floats(name, case_name, "float32")
 """
 

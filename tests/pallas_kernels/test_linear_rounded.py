@@ -38,7 +38,11 @@ def rounded(x: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def tokens_near_ties(x: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Which tokens have a number that another order of the norm's sum may round to the other side."""
+    """Which tokens have a number that another order of the norm's sum may round to the other side.
+
+    x: [T, K] float32. Numbers of bfloat16 are often exactly between two multiples (half of the
+    largest is 63.5), and one step more or less is within what bfloat16 is allowed.
+    """
     units, _ = in_groups(x, blocks)
     distances = np.abs(np.abs(units) % 1 - 0.5)
     return np.asarray((distances < NEAR_A_TIE).any((1, 2)))
@@ -61,7 +65,7 @@ def assert_rounded(stored: dict[str, Any], floats: dict[str, Any], blocks: Block
     limit = ERROR[dtype] * max(np.abs(exact).max(), size_of_terms(floats))
     output = run(stored, "cpu_int8").astype(np.float64)
     chex.assert_equal_shape((output, exact))
-    if floats["norm"] is not None:
+    if floats["norm"] is not None and dtype == "float32":
         is_sure = ~tokens_near_ties(x, blocks)
         assert is_sure.mean() > 0.8
         output = output[is_sure]
@@ -69,6 +73,11 @@ def assert_rounded(stored: dict[str, Any], floats: dict[str, Any], blocks: Block
     chex.assert_trees_all_close(output, exact, rtol=0, atol=limit)
 
 
+# all cases of an encoding with small blocks, and of one with large ones; of the others, one token
+# and several
+SLOW = {(name, case_name) for name in INTEGERS for case_name in ("a token", "deep")} | {
+    (name, case_name) for name in ("q6_k", "int8_128") for case_name in CASES
+}
 # a second of compilation for each format, and one more for low rank
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a token", "deep")),
@@ -78,11 +87,17 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
 }
 
 
+def marks_of(key: tuple[str, str, str]) -> Any:
+    if key in QUICK:
+        return ()
+    return pytest.mark.slow if key[:2] in SLOW else pytest.mark.exhaustive
+
+
 @ON_CPU
 @pytest.mark.parametrize(
     ("name", "case_name", "dtype"),
     [
-        pytest.param(*key, marks=() if key in QUICK else pytest.mark.slow)
+        pytest.param(*key, marks=marks_of(key))
         for key in [(n, c, d) for n in INTEGERS for c in CASES for d in ERROR]
     ],
 )
@@ -182,7 +197,7 @@ from tests.pallas_kernels.test_linear_rounded import CASES, assert_product_of_ro
 from pallas_kernels.linear.cpu import vectors
 print(vectors.COLUMNS)
 for name in ("q4_0", "q4_1", "q8_0", "q6_k"):
-    for case_name in CASES:
+    for case_name in CASES if name == "q4_1" else ("a token", "deep"):
         assert_product_of_rounded_tokens(name, case_name, "float32")
 """
 

@@ -212,7 +212,8 @@ def failure_reason(folder: Path, tmp_path: Path, faults: dict[int, str], process
             {1: "killed"},
             "process 1 ended while process 0 was at step 5: its connection is closed",
         ),
-        (
+        # half a minute of waiting; test_group.py and test_watch.py have the sentence by default
+        exhaustive(
             {1: "stopped"},
             "process 1 has not been heard of for 30 s: it is stopped, or cannot be reached",
         ),

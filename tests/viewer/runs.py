@@ -92,7 +92,7 @@ def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Trans
             writer.state, events = scheduler.cancel(writer.state, name, "abort")
             writer.recorder.write(Cancel(name, "abort", events))
         sampled = samples(plan, draw)
-        hashes = filled(kept_part(plan, sampled), writer.state.config.block_size)
+        hashes = filled(plan, writer.state.config.block_size, sampled)
         writer.commit(plan, sampled, hashes)
     writer.recorder.close()
     return list(replay.replay(path))
@@ -115,13 +115,6 @@ def samples(plan: Plan, draw: random.Random) -> list[drafts.Sample]:
         list(drafts.cut_at_the_end(plan, tokens))
         if plan.drafts
         else [sample for (sample,) in tokens]
-    )
-
-
-def kept_part(plan: Plan, sampled: Sequence[drafts.Sample]) -> Plan:
-    """The plan without its rejected drafts, whose tokens have no hash."""
-    return (
-        plan._replace(counts=drafts.accepted_columns(plan, sampled).counts) if plan.drafts else plan
     )
 
 

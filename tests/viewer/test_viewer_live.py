@@ -28,7 +28,7 @@ from pagedjax.viewer.text import generated
 from tests.engine.runs import greedy, sampled, small_llm, steps
 from tests.host.test_event_log import SMALL, filled
 from tests.refusals import refused
-from tests.viewer.runs import kept_part, pictures, samples
+from tests.viewer.runs import pictures, samples
 
 
 class FakeEngine:
@@ -67,7 +67,7 @@ class FakeEngine:
         running, plan = scheduler.schedule(before, FCFS, offered)
         self.planned.append((running, plan))
         tokens = samples(plan, self.draw)
-        hashes = filled(kept_part(plan, tokens), SMALL.block_size)
+        hashes = filled(plan, SMALL.block_size, tokens)
         self.state, events = scheduler.commit(running, plan, tokens, hashes)
         self.live.stepped(before, self.result(plan, events), events, self.state)
 

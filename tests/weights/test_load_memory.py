@@ -63,7 +63,10 @@ def measurable() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [1, 2])  # of each format
+@pytest.mark.parametrize(
+    "dtypes",  # of each format
+    [pytest.param(1, marks=pytest.mark.exhaustive), 2],
+)
 @pytest.mark.skipif(not measurable(), reason="no /proc with a peak of memory that can be reset")
 def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp_path, dtypes):
     for name, sizes in {"small": {}, "large": LARGE}.items():

@@ -97,7 +97,7 @@ def records(draw) -> RequestRecord:
     return request(arrival, first_step, times, user=user, prompt=prompt)
 
 
-@drawn.given(60, 800, requests=st.lists(records(), min_size=1, max_size=7))
+@drawn.given(60, 250, requests=st.lists(records(), min_size=1, max_size=7))
 def test_the_largest_difference_is_that_of_the_definition(requests):
     assert service.largest_difference(requests) == pytest.approx(difference_by_force(requests))
 

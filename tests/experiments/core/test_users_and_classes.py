@@ -42,7 +42,7 @@ SKEWS = st.one_of(
 )
 
 
-@drawn.given(8, 80, users=SKEWS, seed=st.integers(0, 2**32))
+@drawn.given(8, 30, users=SKEWS, seed=st.integers(0, 2**32))
 def test_users_have_the_shares_of_their_skew(users, seed):
     load = make(replace(PLAIN, users=users), seed=seed)
     shares = shares_of_users(users)
@@ -65,7 +65,7 @@ def test_shares_by_hand():
     )
 
 
-@drawn.given(6, 60, seed=st.integers(0, 2**32), users=SKEWS)
+@drawn.given(6, 20, seed=st.integers(0, 2**32), users=SKEWS)
 def test_users_and_classes_change_nothing_else(seed, users):
     spec = replace(PLAIN, count=50, predicted=Predicted(0.5), max_tokens=20)
     plain = make(spec, seed=seed)

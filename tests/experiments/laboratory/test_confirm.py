@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from experiments import whatif
 from experiments.laboratory import confirming, engine_tokens, past, rerun
-from experiments.laboratory.confirmation import Confirmation, confirm
+from experiments.laboratory.confirmation import Confirmation, confirm, script_of
 from experiments.laboratory.differences import BLOCKS, KINDS, kind_of_difference
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import predict
@@ -45,11 +45,12 @@ OF_THE_SCHEDULER: list[dict[str, Any]] = [  # the programs are the recorded ones
     {"chunked_prefill": False},
     {},
 ]
+LARGER_BLOCKS: dict[str, Any] = {"policy": "vtc", "block_size": 8, "num_blocks": 12}
 CHANGES: list[dict[str, Any]] = [
     *OF_THE_SCHEDULER,
     {"policy": "longest_prefix", "max_num_batched_tokens": 9},
     {"policy": "deadline", "max_num_seqs": 3},
-    {"policy": "vtc", "block_size": 8, "num_blocks": 12},
+    LARGER_BLOCKS,
     {"num_blocks": 13},
     {"num_blocks": 13, "host_blocks": 6},
     {"max_num_seqs": 3, "mixed_steps": False},
@@ -99,7 +100,7 @@ def without_prompts(path: Path) -> Past:
     return past.read(path)
 
 
-@drawn.examples(4, 200)
+@drawn.examples(4, 50)
 def test_an_engine_does_what_was_predicted(tmp_path: Path, tiny, number: int):
     """With seeds, stop tokens, stops from outside, branches and prefixes; decisions, blocks,
     preemptions and tokens.
@@ -125,6 +126,8 @@ def test_an_engine_does_what_was_predicted(tmp_path: Path, tiny, number: int):
         assert result.tokens == sum(outputs)
         preemptions += path.read_text().count('"Preempted"')
 
+    if number > 4:  # it has programs of its own
+        holds(0, "small", LARGER_BLOCKS, prompts=True)
     drawn.check(
         number,
         holds,
@@ -144,6 +147,17 @@ def small(tmp_path: Path, tiny) -> Path:
     drive(engine, path, crowd(random.Random(3), 12))
     assert '"Preempted"' in path.read_text()
     return path
+
+
+def test_recorded_prompts_are_those_of_larger_blocks_too(small: Path):
+    """Larger blocks have some of the recorded hashes, which are not the engine's own of that size."""
+    recorded = past.read(small)
+    change = predicted(recorded, **LARGER_BLOCKS).change
+    script = script_of(recorded, change, 320)
+    assert any(request.hashes for request in script.predicted.requests.values())
+    assert not script.inputs.made_up
+    prompts = {tuple(prompt) for prompt in recorded.prompts.values()}
+    assert {tuple(prompt) for prompt in script.inputs.prompts.values()} == prompts
 
 
 def test_requests_that_were_cut_off_get_made_up_tokens(tmp_path: Path, tiny):
@@ -227,7 +241,7 @@ def test_the_command_confirms(small: Path, tiny_folder, tmp_path: Path, capsys):
 # --- prompts that are made up -----------------------------------------------------------------------
 
 
-@drawn.examples(10, 200)
+@drawn.examples(10, 60)
 def test_made_up_prompts_share_the_blocks_that_recorded_ones_share(tmp_path: Path, number: int):
     """Equal hashes where the recorded ones are equal, and others where they are not."""
     path = tmp_path / "run.jsonl"

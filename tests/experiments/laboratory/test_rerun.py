@@ -93,7 +93,7 @@ def test_the_golden_recording_is_one_that_is_kept():
     assert GOLDEN in recordings()
 
 
-@drawn.examples(25, 1000)
+@drawn.examples(25, 250)
 def test_without_a_change_random_recordings_are_made_again(tmp_path: Path, number: int):
     path = tmp_path / "run.jsonl"
 
@@ -109,7 +109,7 @@ def test_without_a_change_random_recordings_are_made_again(tmp_path: Path, numbe
     drawn.check(number, holds, config=modes, seed=st.integers(0, 2**32 - 1), timed=st.booleans())
 
 
-@drawn.examples(15, 500)
+@drawn.examples(15, 150)
 def test_changed_random_recordings_replay_or_are_refused(tmp_path: Path, number: int):
     """With all transitions: ids that are used again, cancels in flight, restarts, updates."""
     path = tmp_path / "run.jsonl"
@@ -131,7 +131,7 @@ def test_changed_random_recordings_replay_or_are_refused(tmp_path: Path, number:
     )
 
 
-@drawn.examples(25, 1000)
+@drawn.examples(25, 250)
 def test_a_changed_run_is_what_a_scheduler_does_that_is_run_so(tmp_path: Path, number: int):
     """The same bytes: decisions, blocks, copies, preemptions, tokens and times."""
 
@@ -162,7 +162,7 @@ def test_a_changed_run_is_what_a_scheduler_does_that_is_run_so(tmp_path: Path, n
     )
 
 
-@drawn.examples(6, 100)
+@drawn.examples(6, 40)
 def test_without_a_change_recordings_of_simulated_engines_are_made_again(
     tmp_path: Path, number: int
 ):
@@ -186,7 +186,7 @@ def test_without_a_change_recordings_of_simulated_engines_are_made_again(
     )
 
 
-@drawn.examples(6, 100)
+@drawn.examples(6, 40)
 def test_blocks_of_any_size_have_the_hashes_that_an_engine_makes(tmp_path: Path, number: int):
     """The hashes of a size that is no multiple of the recorded one come from recorded prompts."""
     path = tmp_path / "run.jsonl"

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from experiments.laboratory import past, rerun
 from experiments.laboratory.rerun import Change, run
 from pagedjax import LLM, BeamSearchParams, SamplingParams
-from tests import unchanged
+from tests import drawn, unchanged
 from tests.engine.runs import small_llm
 from tests.experiments.laboratory.test_rerun import with_effect
 
@@ -66,32 +67,34 @@ def record(llm: LLM, path: Path, prompts: list[list[int]], params: list[Params])
 
 # Rounding in another batch changes one drawn token in many thousands, unless the engine is invariant.
 # That costs a compilation, so the default run is greedy.
-@pytest.mark.parametrize(
-    ("examples", "invariant"), [(3, False), pytest.param(200, True, marks=pytest.mark.slow)]
-)
-def test_a_changed_run_is_what_the_engine_does(
-    tiny, tmp_path: Path, examples: int, invariant: bool
-):
+@drawn.examples(3, 50)
+def test_a_changed_run_is_what_the_engine_does(tiny, tmp_path: Path, number: int):
+    invariant = number > 3
     sizes: dict[str, Any] = {"num_blocks": 14, "block_size": 8, "token_buckets": (64,)}
     sizes["batch_invariant"] = invariant
     expected = tmp_path / "expected.jsonl"
     second_recording = tmp_path / "again.jsonl"
     preemptions = 0
-    for seed in range(examples):
-        drawn = requests(random.Random(seed), 10, greedy=not invariant)
+
+    def holds(seed: int, changes: dict[str, Any]) -> None:
+        nonlocal preemptions
+        prompts, params = requests(random.Random(seed), 10, greedy=not invariant)
         path = tmp_path / "run.jsonl"
-        recorded = record(small_llm(tiny, **sizes), path, *drawn)
+        recorded = record(small_llm(tiny, **sizes), path, prompts, params)
         rerun.record(second_recording, run(recorded, rerun.unchanged(recorded)))
         assert second_recording.read_text().splitlines() == path.read_text().splitlines()
-        changed = small_llm(tiny, **sizes, **CHANGES[seed % len(CHANGES)])
-        of_engine = record(changed, expected, *drawn)
+        changed = small_llm(tiny, **sizes, **changes)
+        of_engine = record(changed, expected, prompts, params)
         change = Change(of_engine.config, of_engine.policy)
         repeated_run = run(recorded, change)
         rerun.record(second_recording, repeated_run)
         assert with_effect(second_recording) == with_effect(expected)
         assert not repeated_run.inexact
         preemptions += second_recording.read_text().count('"Preempted"')
-    assert preemptions > examples
+
+    seeds = st.integers(0, 2**32 - 1)
+    drawn.check(number, holds, seed=seeds, changes=st.sampled_from(CHANGES))
+    assert preemptions > number
 
 
 # those of which a recording differs in kind: the numbers of a step are not in it

@@ -126,7 +126,7 @@ def engine_of(tiny) -> Callable[[str, str], Engine]:
     return engine
 
 
-@drawn.examples(3, 200)
+@drawn.examples(3, 50)
 def test_a_changed_run_is_what_a_real_engine_does(
     tmp_path: Path, engine_of: Callable[[str, str], Engine], number: int
 ):
@@ -208,7 +208,7 @@ def ended(result: Any) -> list[str]:
     return [event.request_id for event in result.events if isinstance(event, Finished)]
 
 
-@drawn.examples(3, 100)
+@drawn.examples(3, 40)
 def test_clients_of_a_closed_loop_send_when_they_are_free(tmp_path: Path, number: int):
     """A changed run is the recording of a changed engine with the same clients.
 
@@ -275,7 +275,7 @@ def test_a_turn_of_a_session_follows_the_turn_before(tmp_path: Path):
     assert dict(result.change.predecessors) == {3: rerun.Predecessor(0, 9 - first_end)}
 
 
-@drawn.examples(10, 200)
+@drawn.examples(10, 60)
 def test_one_replica_is_the_engine(tmp_path: Path, number: int):
     path = tmp_path / "run.jsonl"
 
@@ -311,7 +311,7 @@ class Ends:
         raise AssertionError("an engine that records makes every step")
 
 
-@drawn.examples(6, 100)
+@drawn.examples(6, 40)
 def test_replicas_are_those_of_the_simulator(tmp_path: Path, number: int):
     """The same replica for each request, and the same ends, with caches and every router."""
     path = tmp_path / "run.jsonl"

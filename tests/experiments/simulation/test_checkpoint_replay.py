@@ -93,7 +93,7 @@ def loads(draw) -> list[Text]:
     return texts
 
 
-@examples(200, 4000)
+@examples(200, 1000)
 def test_a_replay_is_that_of_the_scheduler(number):
     @settings(max_examples=number)
     @given(

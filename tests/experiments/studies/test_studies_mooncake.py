@@ -39,7 +39,7 @@ def prompts_with_prefixes(draw) -> list[list[int]]:
     return prompts
 
 
-@drawn.given(30, 1000, prompts=prompts_with_prefixes(), size=st.integers(5, 20))
+@drawn.given(30, 300, prompts=prompts_with_prefixes(), size=st.integers(5, 20))
 def test_hits_are_those_of_a_cache_by_force(prompts, size):
     assert mooncake.hit_rate(prompts, size) == rate_by_force(prompts, size)
 

@@ -214,7 +214,7 @@ def test_measured_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "QUICK", measured.Size((2,), (1.0,), 24, 1))
     monkeypatch.setattr(measured, "BUDGET", 32)
     monkeypatch.setattr(measured, "PROMPT", 16)
-    monkeypatch.setattr(measured, "expected", lambda acceptance: 4.0)
+    monkeypatch.setattr(measured, "expected_tokens", lambda acceptance: 4.0)
     findings = measured.run(tmp_path, quick=True)
     (claim,) = findings.claims
     assert claim.ours.middle == pytest.approx(1 + (3 * 5 + 2) / 6), (
