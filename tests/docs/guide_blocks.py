@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import shlex
@@ -27,7 +26,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 from pagedjax.commands import cli
-from tests.quickly import OPTIMISED
 
 RUNS = "<!-- runs -->"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -104,7 +102,7 @@ def write(block: Block, folder: Path) -> None:
 
 def shell(source: str) -> subprocess.CompletedProcess[str]:
     """Runs commands where `python` and `pagedjax` are those of this interpreter and this
-    repository; programs are compiled quickly, except with OPTIMISED in the environment.
+    repository; engines are compiled quickly.
     """
     python = f'"{sys.executable}"'
     words = re.sub(
@@ -114,12 +112,7 @@ def shell(source: str) -> subprocess.CompletedProcess[str]:
         flags=re.MULTILINE,
     )
     words = re.sub(r"^((?:\w+=\S+ )*)python(?= )", rf"\1{python}", words, flags=re.MULTILINE)
-    variables = dict(os.environ)
-    if OPTIMISED not in variables:
-        variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-    return subprocess.run(
-        ["bash", "-euc", words], env=variables, capture_output=True, text=True, timeout=500
-    )
+    return subprocess.run(["bash", "-euc", words], capture_output=True, text=True, timeout=500)
 
 
 def error_of_command(action: str) -> str:

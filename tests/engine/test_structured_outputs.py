@@ -87,7 +87,7 @@ def test_answers_have_their_form(tiny, kind):
     """More than 200 schemas, in each kind of engine."""
     llm = small_llm(tiny, **KINDS[kind])
     results = watch(llm)
-    assert reasons_of_answers(llm, SCHEMAS, 1)["stop"] >= 130
+    assert reasons_of_answers(llm, SCHEMAS, 1)["stop"] >= 100
     kinds = {type(event) for result in results if result for event in result.events}
     assert (Preempted in kinds) == ("num_blocks" in KINDS[kind])
     assert (Verified in kinds) == kind.startswith("speculation")
