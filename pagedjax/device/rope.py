@@ -96,23 +96,26 @@ class Rope:
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     """Turn the pairs (i, i + D / 2) of each head: x [T, N, D], angles [2, T, D / 2] from
     `Rope.table` -> [T, N, D].
+    """
+    check_shape("angles", angles, (2, x.shape[0], x.shape[2] // 2))
+    cos, sin = angles[:, :, None]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
-    Where layers have heads of several sizes, one table has the angles of all: a head with fewer
-    pairs does not use its end, and pairs behind the table are not turned.
+
+def rotate_first(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """As `rotate`, with one table for heads of several sizes: x [T, N, D], angles [2, T, P].
+
+    Heads with fewer than P pairs do not use the end of the table. In heads with more, the pairs
+    behind the first P are not turned.
     """
     pairs = x.shape[2] // 2
     turned = min(pairs, angles.shape[2])
-    check_shape("angles", angles, (2, x.shape[0], None))
-    if turned < angles.shape[2]:
-        angles = angles[:, :, :turned]
-    cos, sin = angles[:, :, None]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    if turned == pairs:
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    first, first_rest = a[..., :turned], a[..., turned:]
-    second, second_rest = b[..., :turned], b[..., turned:]
-    halves = first * cos - second * sin, first_rest, second * cos + first * sin, second_rest
-    return jnp.concatenate(halves, axis=-1).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    first = jnp.concatenate([a[..., :turned], b[..., :turned]], axis=-1)
+    first_a, first_b = jnp.split(rotate(first, angles[:, :, :turned]), 2, axis=-1)
+    halves = first_a, a[..., turned:], first_b, b[..., turned:]
+    return jnp.concatenate(halves, axis=-1)
 
 
 def pair_order(head_dim: int, rotated: int | None = None, interleaved: bool = False) -> list[int]:

@@ -125,7 +125,7 @@ def rope_scaling(keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
     if factor is None:  # the key's name in older files
         factor = keys.optional("rope.scale_linear")
         kind = kind if factor is None else "linear"
-    _check_temperature(keys, kind)
+    _check_temperature(keys, "longrope" if LONG in tensors else kind)
     if "rope_freqs.weight" in tensors:
         if kind != "none":
             raise ValueError(

@@ -285,7 +285,8 @@ VALUES = {
     "is_causal": False,
 }
 READERS = {
-    "partial_rotary_factor": "qwen3_5_text, qwen3_5_moe_text, qwen3_next, phi3, glm, glm4, glm4_moe, gpt_neox",
+    "partial_rotary_factor": "gemma4_text, gemma4_unified_text, qwen3_5_text, qwen3_5_moe_text, "
+    "qwen3_next, phi3, glm, glm4, glm4_moe, gpt_neox",
     "residual_multiplier": "granitemoehybrid, granite, granitemoe",
     "no_rope_layers": "smollm3",
     "attn_logit_softcapping": "gemma2, gemma3_text",

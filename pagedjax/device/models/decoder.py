@@ -45,7 +45,7 @@ from pagedjax.device.linear import Matrix, rows_of
 from pagedjax.device.models.latent import Latent, LatentAttention, latent_pages
 from pagedjax.device.models.mixers.mixer import Mixer
 from pagedjax.device.models.mlp import ACTIVATIONS, MLP, Activation, Experts, Routes, SparseMLP
-from pagedjax.device.rope import Rope, rotate
+from pagedjax.device.rope import Rope, rotate, rotate_first
 from pagedjax.device.row_reductions import rounded
 from pagedjax.device.selection import attend_selected, write
 from pagedjax.options.config import one_of
@@ -520,7 +520,9 @@ class Attention(nnx.Module):
         if c.v_norm:
             v = rms_normed(v, c.eps)
         if c.ropes and self.kind.rope is not None:
-            q, k = (rotate(a, angles[self.kind.rope]) for a in (q, k))
+            turn = rotate_first if self.has_part_of_page else rotate
+            q = turn(q, angles[self.kind.rope])
+            k = turn(k, angles[self.kind.rope])
         return [q, gates, k, v]
 
     def _output(self, q, gates, pages: Pages, batch: Batch, attend: Attend, residual) -> jax.Array:
