@@ -91,14 +91,9 @@ def _room_for_programs() -> Iterator[None]:
     process, and compiling the next engine is a segmentation fault. Engines of fixtures keep their
     programs."""
     yield
-    are_few_left = mappings.used() > mappings.limit() // 2
-    if "jax" in sys.modules and (are_few_left or memory.grown()):
+    if "jax" in sys.modules and (mappings.used() > mappings.limit() // 2 or memory.grown()):
         sys.modules["jax"].clear_caches()
         mappings.forget_applications()
-        if are_few_left:
-            garbage.collect()
-        else:  # which is ten times as fast; what it does not see is freed later
-            garbage.collect_newer()
         memory.give_back()
     garbage.collect_now_and_then()
 

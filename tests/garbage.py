@@ -13,7 +13,7 @@ import gc
 import time
 
 # seconds of CPU between two looks through all objects, each of which takes two or three
-PAUSE = 90.0
+PAUSE = 130.0
 PAUSE_OF_NEWER = 60.0  # between two looks through those that are not set aside
 # of young objects as of Python 3.11, some times larger; of the oldest: never
 THRESHOLDS = (5000, 20, 10_000)

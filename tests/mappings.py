@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tests import garbage
+
 MAPS = Path("/proc/self/maps")
 LIMIT_FILE = Path("/proc/sys/vm/max_map_count")
 
@@ -24,8 +26,9 @@ def limit() -> int:
 
 def forget_applications() -> None:
     """Clear what FastAPI keeps of the last 4,096 routes: their functions keep the engine that they
-    serve. An application is a circle, so a collection of garbage frees it.
+    serve.
     """
     for value in vars(sys.modules.get("fastapi.dependencies.models", object)).values():
         if clear := getattr(value, "cache_clear", None):
             clear()
+    garbage.collect()  # an application is a circle

@@ -21,7 +21,7 @@ from pagedjax import LLM
 from pagedjax.commands import cli
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.metrics import Metrics
-from tests import garbage, mappings
+from tests import mappings
 from tests.engine.runs import small_llm
 from tests.server.support import (
     ENGINE,
@@ -229,7 +229,6 @@ def test_tests_can_free_the_engine_of_a_server_that_is_gone(tiny):
     engine = weakref.ref(app.state.worker.llm.engine)
     del app
     mappings.forget_applications()
-    garbage.collect_newer()
     assert engine() is None
 
 
