@@ -362,8 +362,8 @@ def test_times_are_measured_beside_predicted_ones(tmp_path: Path, tiny_folder, c
     report = tmp_path / "report.json"
     words = [str(path), "--set", "max_num_seqs=2", "--confirm", str(tiny_folder), "--real-time"]
     words += ["--buckets", "48", "--json", str(report)]
-    assert whatif.main([*words, "--loop", "closed", "--policy", "priority"]) == 0
-    assert whatif.main(words) == 0
+    runs_equal(whatif.main([*words, "--loop", "closed", "--policy", "priority"]), capsys)
+    printed = runs_equal(whatif.main(words), capsys)
     result = json.loads(report.read_text())
     times = {row["measure"]: row for row in result["confirmation"]["times"]}
     assert set(times) == {"first_token", "mean_gap", "largest_gap", "end"}
@@ -372,7 +372,18 @@ def test_times_are_measured_beside_predicted_ones(tmp_path: Path, tiny_folder, c
         assert row["predicted"] == predicted_rows[measure]["after"]
         assert 0 < row["measured"] < 60
     assert times["first_token"]["measured"] <= times["end"]["measured"]
-    assert "predicted difference" in capsys.readouterr().out
+    assert "predicted difference" in printed
+
+
+def runs_equal(status: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """What whatif printed, whose engine decided as predicted.
+
+    Where the changed run was slow, a cancelled branch got further than in the recording. The engine
+    may find its block again, and the prediction says that it cannot know this.
+    """
+    printed = capsys.readouterr().out
+    assert status == 0 or "blocks whose content was not recorded" in printed, printed
+    return printed
 
 
 # --- what is refused --------------------------------------------------------------------------------
