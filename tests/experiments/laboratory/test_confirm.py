@@ -362,8 +362,8 @@ def test_times_are_measured_beside_predicted_ones(tmp_path: Path, tiny_folder, c
     report = tmp_path / "report.json"
     words = [str(path), "--set", "max_num_seqs=2", "--confirm", str(tiny_folder), "--real-time"]
     words += ["--buckets", "48", "--json", str(report)]
-    runs_equal(whatif.main([*words, "--loop", "closed", "--policy", "priority"]), capsys)
-    printed = runs_equal(whatif.main(words), capsys)
+    output_of_equal_runs(whatif.main([*words, "--loop", "closed", "--policy", "priority"]), capsys)
+    printed = output_of_equal_runs(whatif.main(words), capsys)
     result = json.loads(report.read_text())
     times = {row["measure"]: row for row in result["confirmation"]["times"]}
     assert set(times) == {"first_token", "mean_gap", "largest_gap", "end"}
@@ -375,7 +375,7 @@ def test_times_are_measured_beside_predicted_ones(tmp_path: Path, tiny_folder, c
     assert "predicted difference" in printed
 
 
-def runs_equal(status: int, capsys: pytest.CaptureFixture[str]) -> str:
+def output_of_equal_runs(status: int, capsys: pytest.CaptureFixture[str]) -> str:
     """What whatif printed, whose engine decided as predicted.
 
     Where the changed run was slow, a cancelled branch got further than in the recording. The engine
