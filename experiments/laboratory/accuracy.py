@@ -167,24 +167,28 @@ def median_of(rounds: Sequence[Round]) -> Round:
     """The median over rounds of every number."""
 
     def median(numbers: Sequence[float | None]) -> float | None:
-        known = [number for number in numbers if number is not None]
-        return float(np.median(known)) if known else None
+        """Without a prediction, a cell has None in each round."""
+        values = [number for number in numbers if number is not None]
+        return float(np.median(values)) if values else None
 
-    def middle(same: Sequence[Cell]) -> Cell:
+    def middle(cells_of_rounds: Sequence[Cell]) -> Cell:
         fields = Cell._fields[2:]  # behind the names
-        numbers = {field: median([getattr(cell, field) for cell in same]) for field in fields}
-        return same[0]._replace(**numbers)
+        numbers = {
+            field: median([getattr(cell, field) for cell in cells_of_rounds]) for field in fields
+        }
+        return cells_of_rounds[0]._replace(**numbers)
 
-    tables = [each.table for each in rounds]
-    table = [middle(same) for same in zip(*tables, strict=True)]
-    return Round(table, float(np.median([each.fit_error for each in rounds])))
+    tables = [measured_round.table for measured_round in rounds]
+    table = [middle(cells_of_rounds) for cells_of_rounds in zip(*tables, strict=True)]
+    errors = [measured_round.fit_error for measured_round in rounds]
+    return Round(table, float(np.median(errors)))
 
 
 def spreads(rounds: Sequence[Round]) -> dict[str, float]:
     """How far the medians of equal runs are apart, of their median, by measure."""
     equal: dict[str, list[float]] = {}
-    for each in rounds:
-        for cell in each.table:
+    for measured_round in rounds:
+        for cell in measured_round.table:
             if cell.change == AGAIN:
                 equal.setdefault(cell.measure, []).extend((cell.recorded, cell.measured))
     return {
@@ -217,7 +221,9 @@ def main(words: Sequence[str] | None = None) -> int:
             "fit_error": result.fit_error,
             "spreads": spreads(rounds),
             "cells": [{**cell._asdict(), "error": cell.error} for cell in result.table],
-            "errors_of_rounds": [[cell.error for cell in each.table] for each in rounds],
+            "errors_of_rounds": [
+                [cell.error for cell in measured_round.table] for measured_round in rounds
+            ],
             "where": environment(),
         }
         Path(options.json).write_text(f"{json.dumps(values, indent=2)}\n", encoding="utf-8")

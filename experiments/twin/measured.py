@@ -139,9 +139,9 @@ def mean_latencies(
     """
     means: dict[str, list[float]] = {name: [] for name in engines}
     turns = list(engines.items())
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for number, requests in enumerate(episodes):
-        if time.perf_counter() - began > seconds:
+        if time.perf_counter() - start_time > seconds:
             break
         first = number % len(turns)
         for name, engine in turns[first:] + turns[:first]:

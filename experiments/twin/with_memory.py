@@ -74,8 +74,8 @@ class WithMemory(NamedTuple):
         none = jnp.zeros_like(state.length)
         nobody = none > 0
         plan = Plan(none, none, state.length, nobody, nobody, none, jnp.int32(0))
-        begun = Step(state._replace(phase=phase), plan, state)
-        return self.observe(self.init(requests), begun, requests)
+        arrivals = Step(state._replace(phase=phase), plan, state)
+        return self.observe(self.init(requests), arrivals, requests)
 
 
 # --- vtc ------------------------------------------------------------------------------------------
@@ -153,9 +153,9 @@ def lifted(memory: Service, queue: Flags, joins: Flags, places: Ints, user: Ints
             counter or more.
     """
     of_request = memory.counters[user]
-    least = jnp.min(jnp.where(queue, of_request, LARGEST_SCORE))
+    least_counter = jnp.min(jnp.where(queue, of_request, LARGEST_SCORE))
     alone = jnp.maximum(item_of(of_request, first_of(places, joins)), memory.last)
-    lift = jnp.where(jnp.any(queue), least, alone)
+    lift = jnp.where(jnp.any(queue), least_counter, alone)
     return memory.counters.at[user].max(jnp.where(joins, lift, 0))
 
 
@@ -255,11 +255,11 @@ def srtf(patience: int = 256, margin: int = 16) -> WithMemory:
         return Urgency(waits, memory.urgent | late)
 
     def order(memory: Urgency, state: State, requests: Requests) -> Order:
-        left = remaining(state, requests)
+        remaining_tokens = remaining(state, requests)
         urgent = memory.urgent
-        score = jnp.where(urgent, -1, left)
+        score = jnp.where(urgent, -1, remaining_tokens)
         first = first_of(score, state.phase == WAITING)
-        is_longer = left >= item_of(left, first) + margin
+        is_longer = remaining_tokens >= item_of(remaining_tokens, first) + margin
         evictable = ~urgent & (jnp.any(first & urgent) | is_longer)
         among = (state.phase == RUNNING) & evictable & memory.waits.was_offered(first)
         evicted = make_way(score, among, state.length, item_of(state.length, first))
