@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.bench.harness import at_least_1
 from experiments.core.drive import drive
 from experiments.core.environment import environment
 from experiments.core.workloads import WorkItem
@@ -198,7 +199,10 @@ def spreads(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(words)
+    parser = _parser()
+    options = parser.parse_args(words)
+    if not 0 < options.rate < float("inf"):  # nan, too, is no rate
+        parser.error(f"--rate is {options.rate}; it must be above 0 and finite")
     items = requests(options.count, options.rate, options.seed)
     engines = {name: engine_of(options.model, change) for name, change in ENGINES.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -237,9 +241,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("model", nargs="?", default="smollm2-135m", help="a model (smollm2-135m)")
-    parser.add_argument("--count", type=int, default=60, help="requests of each run (60)")
+    parser.add_argument("--count", type=at_least_1, default=60, help="requests of each run (60)")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second (1)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each change (3)")
+    parser.add_argument("--rounds", type=at_least_1, default=3, help="measurements of each change (3)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     return parser

@@ -28,6 +28,21 @@ def test_a_table_has_the_medians_over_rounds():
     assert accuracy.spreads(rounds) == {"end": pytest.approx(0.4)}
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rounds", "0"], "--rounds: '0' is given; it must be an integer of at least 1"),
+        (["--count", "-3"], "--count: '-3' is given; it must be an integer of at least 1"),
+        (["--rate", "0"], "--rate is 0.0; it must be above 0 and finite"),
+        (["--rate", "nan"], "--rate is nan; it must be above 0 and finite"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_read(words, message, capsys):
+    with pytest.raises(SystemExit):
+        accuracy.main(["no/such/model", *words])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_each_change_is_measured_and_predicted(tiny_folder, tmp_path, capsys):
     path = tmp_path / "accuracy.json"
