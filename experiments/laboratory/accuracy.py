@@ -243,7 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default="smollm2-135m", help="a model (smollm2-135m)")
     parser.add_argument("--count", type=at_least_1, default=60, help="requests of each run (60)")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second (1)")
-    parser.add_argument("--rounds", type=at_least_1, default=3, help="measurements of each change (3)")
+    parser.add_argument(
+        "--rounds", type=at_least_1, default=3, help="measurements of each change (3)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this file")
     return parser
