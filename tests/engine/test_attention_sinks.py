@@ -45,6 +45,7 @@ def model(tmp_path_factory):
     return load_model(write_family(tmp_path_factory.mktemp("oss") / "model", GPT_OSS))
 
 
+@pytest.mark.default_cases("preemption")
 @pytest.mark.parametrize(
     "options",
     [

@@ -119,7 +119,7 @@ def test_each_matrix_has_the_format_of_its_encoding_and_the_numbers_of_the_file(
         chex.assert_trees_all_equal(values, np.asarray(x), custom_message=name)
 
 
-@pytest.mark.default_cases("tied_file-cpu", "file-xla")
+@pytest.mark.default_cases("tied_file-cpu")
 @pytest.mark.parametrize(
     ("kind", "impl"), [("tied_file", "cpu"), ("file", "xla"), ("tied_file", "xla")]
 )

@@ -143,9 +143,15 @@ def test_tokens_are_those_of_the_weights_in_floats(name, impl, folders):
     chex.assert_trees_all_close(*logprobs, rtol=1e-4)
 
 
+def test_tokens_are_rounded_to_8_bits_beside_stored_weights_alone(folders):
+    with refused("and the model's are float32 .weight_dtype='stored' keeps"):
+        LLM(folders["awq"][1], linear_impl="cpu_int8", **SMALL)
+
+
+@pytest.mark.slow  # test_linear_impl.py has a quick one, of int8 weights
 def test_tokens_rounded_to_8_bits_are_an_implementation_that_is_named(folders):
     """Log-probabilities change, by less than 5 %."""
-    stored, plain = folders["awq"]
+    stored, _ = folders["awq"]
     options: dict[str, Any] = SMALL | {"weight_dtype": "stored"}
     llm = LLM(stored, linear_impl="cpu_int8", **options)
     assert llm.engine.model.config.linear == "cpu_int8"
@@ -153,8 +159,6 @@ def test_tokens_rounded_to_8_bits_are_an_implementation_that_is_named(folders):
     expected = logprobs_of_prompts(LLM(stored, linear_impl="cpu", **options))
     assert not np.array_equal(rounded, expected)
     chex.assert_trees_all_close(rounded, expected, rtol=5e-2)
-    with refused("and the model's are float32 .weight_dtype='stored' keeps"):
-        LLM(plain, linear_impl="cpu_int8", **SMALL)
 
 
 @pytest.fixture
@@ -208,6 +212,7 @@ def test_greedy_tokens_are_those_of_transformers(name, folders):
         assert tuple(output[0, len(prompt) :].tolist()) == tokens
 
 
+@pytest.mark.slow  # test_gguf_blocks.py has a quick one
 def test_on_a_mesh_devices_have_whole_groups_or_smaller_blocks(folders):
     """256 inputs of a scale are no whole blocks of 128 on four devices: they have blocks of 32."""
     options: dict[str, Any] = SMALL | {"weight_dtype": "stored", "mesh": {"tensor": 4}}
@@ -218,6 +223,9 @@ def test_on_a_mesh_devices_have_whole_groups_or_smaller_blocks(folders):
     assert formats["blocks.0.attn.qkv.weight"] == "fp8_128"
     tokens = [tokens for tokens, _ in values_of(LLM(plain, linear_impl="xla", **SMALL))]
     assert [tokens for tokens, _ in values_of(four)] == tokens
+
+
+def test_inputs_in_an_order_of_their_own_are_not_divided_over_a_mesh(folders):
     with refused(
         "blocks.0.attn.out.weight has its inputs in an order of its own \\(act-order\\), and a mesh "
         "would divide them among 4 devices; load the model without weight_dtype, or on one device"
