@@ -291,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--weight-dtype")
+    parser.add_argument("--linear-impl", help="which multiplies weights, such as cpu_int8")
     args = parser.parse_args(argv)
     check_least(parser, args, batches=1, prompts=1, context=1, repeats=1)
     try:
@@ -298,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "model": args.model,
             "dtype": args.dtype,
             "weight_dtype": args.weight_dtype,
+            "linear_impl": args.linear_impl,
             "progress": False,
         }
         rows = beside_lower_bounds(args.batches, args.context, args.repeats, model)
