@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from numbers import Integral
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import jax
 from tqdm import tqdm
@@ -125,7 +125,7 @@ class LLM:
             model, params, config, tokenizer, engine_config, arguments.hub, progress
         )
         engine_config = replace(engine_config, model_family=model.family)
-        linear_impl: Any = engine_config.linear_impl  # no mapping any more
+        linear_impl = cast("str | None", engine_config.linear_impl)  # a mapping is a name by now
         self.tokenizer = model.tokenizer
         self.engine = make_engine(
             model.model,
@@ -740,9 +740,8 @@ def _prepare_kernels(config: EngineConfig) -> None:
     )
     if config.weight_dtype == AS_STORED:  # then the file says what is prepared
         return
-    linear_impl: Any = config.linear_impl  # no mapping any more
     linear.prepare(
-        linear_impl,
+        cast("str | None", config.linear_impl),  # a mapping is a name by now
         dtype=dtype,
         weight_dtype=formats.find(formats.name_of(config.weight_dtype)).numbers_dtype(dtype),
         low_rank=config.enable_lora,

@@ -168,7 +168,9 @@ def drawn_step(
     noisy_keys = keys + jnp.where(runs, noise, -noise)
     scores = jnp.round(noisy_keys * 2**FRACTION).astype(jnp.int32)
     params = problem.params
-    _, after, reward, _, info = problem.world.step_env(key, state, all_offered(scores), params)
+    _observation, after, reward, _done, info = problem.world.step_env(
+        key, state, all_offered(scores), params
+    )
     plan = info["plan"]
     computes = jnp.any(plan.counts > 0)
     by_key = log_gradient(state.scheduler, plan, params.sizes, keys, scores, temperature)

@@ -1,20 +1,23 @@
-"""Adapters of low rank (LoRA, Hu et al. 2021): two of one frozen model, trained in minutes and served in one batch.
+"""Adapters of low rank (LoRA, Hu et al. 2021): two of one frozen model, trained in minutes and
+served in one batch.
 
     python -m experiments.training.train_tiny --out runs/tiny
-    python -m experiments.training.train_lora --model runs/tiny/model --out runs/adapters    # the same command resumes
+    python -m experiments.training.train_lora --model runs/tiny/model --out runs/adapters
 
-"upper" learns Python's documentation in capitals, "sort" to sort lists of digits (lora_tasks.py). A is random and B
-zero, so step 0 is the base model. A and B alone get gradients. `score(adapter=...)` computes the loss by the layers
-that serve.
+The same command resumes. "upper" learns Python's documentation in capitals, "sort" to sort lists of
+digits (lora_tasks.py). A is random and B zero, so step 0 is the base model. A and B alone get
+gradients. `score(adapter=...)` computes the loss by the layers that serve.
 
-At the end one engine serves both adapters and the base in one batch, on held-out examples. The command prints the
-engine's loss and the share of right greedy answers of each, and how far the trainer's log-probabilities are from the
-engine's.
+At the end one engine serves both adapters and the base in one batch, on held-out examples. The
+command prints the engine's loss and the share of right greedy answers of each, and how far the
+trainer's log-probabilities are from the engine's.
 
     OUT/run.json            the options of the run; a command with other options is refused
-    OUT/checkpoints/STEP/   factors, optimisers, the log. A stopped run resumes from the last one, bit for bit
+    OUT/checkpoints/STEP/   factors, optimisers, the log; a stopped run resumes from the last one,
+                            bit for bit
     OUT/log.json            losses of every `--every` steps
-    OUT/upper/, OUT/sort/   adapters as PEFT writes them, or with --to orbax: for `LoRARequest(lora_path=...)`
+    OUT/upper/, OUT/sort/   adapters as PEFT writes them, or with --to orbax: for
+                            `LoRARequest(lora_path=...)`
     OUT/report.json         the table at the end
 """
 

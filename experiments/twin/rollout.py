@@ -57,7 +57,7 @@ def played(
             state, memory, total = carry
             requests = state.requests
             order = decider.order(memory, state.scheduler, requests)
-            _, after, reward, done, info = world.step_env(key, state, order, params)
+            _observation, after, reward, done, info = world.step_env(key, state, order, params)
             plan = info["plan"]
             seen = Step(state.scheduler, plan, after.scheduler)
             memory = decider.observe(memory, seen, requests)

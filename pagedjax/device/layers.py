@@ -70,7 +70,9 @@ def add_weight(
 
 def store_matrices(model: nnx.Module, stored: formats.Stored, dtype: str) -> None:
     """Gives matrices of a model the formats that are listed by their names."""
-    for name, format_name in stored if isinstance(stored, tuple) else ():
+    if not isinstance(stored, tuple):
+        return  # all matrices have one format
+    for name, format_name in stored:
         *path, last = name.split(".")
         module: Any = model
         for key in path:

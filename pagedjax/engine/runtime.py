@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -178,7 +178,7 @@ def build(
     """
     policy = policies.find(config.policy)
     chain = chain_of((*map(find, config.row_features), *row_features), model.config.vocab_size)
-    linear_impl: Any = config.linear_impl  # no mapping any more
+    linear_impl = cast("str | None", config.linear_impl)  # a mapping is a name by now
     model = with_linear(on_mesh(model, config), linear_impl)
     model = for_context(model, config.max_model_len or model.config.max_len)
     if draft_model:

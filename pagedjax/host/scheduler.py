@@ -202,7 +202,12 @@ def schedule(
     evicted = beginning.evictions.preempted
     state, copies, preemptions = make_room(state, policy, beginning.evictions)
     admits = len(preemptions.preempted) == len(evicted)  # rule 3
-    active, num_decodes, counts, admission, idle = _choose_rows(state, policy, admits, evicted)
+    chosen = _choose_rows(state, policy, admits, evicted)
+    active = chosen.active
+    num_decodes = chosen.num_decodes
+    counts = chosen.counts
+    admission = chosen.admission
+    idle = chosen.idle
     admitted = Running(
         admission.admitted,
         tuple([seq.length for seq in admission.admitted]),
@@ -364,23 +369,43 @@ def _give_blocks(
 
 def _with_table(active: Running, i: int, table: tuple[int, ...]) -> Seq:
     """The current record of a running sequence with another block table."""
-    request, arrival, limit, _, _, _, hashes, group, junction = active.seqs[i]
-    length = active.lengths[i]
-    computed = active.computed[i]
-    return Seq(request, arrival, limit, length, computed, table, hashes, group, junction)
+    seq = active.seqs[i]
+    # `_replace` would take twice as long, and a decode needs a record whenever a block is full
+    return Seq(
+        seq.request,
+        seq.arrival,
+        seq.limit,
+        active.lengths[i],
+        active.computed[i],
+        table,
+        seq.hashes,
+        seq.group,
+        seq.junction,
+    )
+
+
+class ChosenRows(NamedTuple):
+    """What a step computes, before drafts.
+
+    active: running sequences of the step, decodes first.
+    counts: tokens to compute of these, and then of the admitted sequences.
+    idle: running sequences that compute nothing.
+    """
+
+    active: Running
+    num_decodes: int
+    counts: list[int]
+    admission: Admission
+    idle: Running
 
 
 def _choose_rows(
     state: SchedulerState, policy: Policy, admits: bool, evicted: Sequence[str]
-) -> tuple[Running, int, list[int], Admission, Running]:
+) -> ChosenRows:
     """Chooses the running sequences that the step computes, and admits others.
 
     Args:
         evicted: ids of waiting sequences that are not offered.
-
-    Returns:
-        (running sequences of the step, the number of decodes among them, tokens to compute of these
-        and then of the admitted sequences, admission, sequences that compute nothing)
     """
     for attempt in attempts(state):
         waiting = state.waiting if admits and attempt.admits else ()
@@ -389,7 +414,7 @@ def _choose_rows(
         active, counts, admission = _token_counts(state, policy, attempt, waiting)
         if counts:
             break
-    return active, attempt.num_decodes, counts, admission, attempt.idle
+    return ChosenRows(active, attempt.num_decodes, counts, admission, attempt.idle)
 
 
 class Attempt(NamedTuple):
@@ -426,16 +451,20 @@ def _leave_queue(
     waiting = tuple([seq for seq in state.waiting if seq.arrival not in arrivals])
     records = {seq.arrival: seq for seq in state.waiting if seq.blocks}
     resumed = [records[seq.arrival] for seq in admitted if seq.arrival in records]
-    host_pool = state.host_pool
-    if resumed and host_pool is not None:
-        host_pool = _release_blocks(host_pool, resumed)
-    state = state._replace(waiting=waiting, host_pool=host_pool)
+    state = state._replace(waiting=waiting, host_pool=_without_host_blocks(state, resumed))
     return state, tuple([seq.request_id for seq in resumed])
 
 
 def _release_blocks(pool: BlockPool, seqs: Sequence[Seq]) -> BlockPool:
     """Frees the blocks of some sequences, the last block of each first."""
     return blocks.release(pool, [block for seq in seqs for block in reversed(seq.blocks)])
+
+
+def _without_host_blocks(state: SchedulerState, seqs: Sequence[Seq]) -> BlockPool | None:
+    """The swap space without the blocks of some waiting sequences; None if there is none."""
+    if state.host_pool is None:
+        return None
+    return _release_blocks(state.host_pool, seqs)
 
 
 def _token_counts(
@@ -849,7 +878,7 @@ def cancel(
     pool = prefix_sharing.publish_ends(state.pool, texts, state.config)
     state = state._replace(
         pool=_release_blocks(pool, stopped),
-        host_pool=state.host_pool and _release_blocks(state.host_pool, dequeued),
+        host_pool=_without_host_blocks(state, dequeued),
         waiting=_except(queue, places),
         running=Running(
             _except(active.seqs, rows),
@@ -917,7 +946,7 @@ def update(state: SchedulerState, pending: Pending) -> SchedulerState:
     """
     if pending == "restart":
         state = restart(state)
-        host_pool = state.host_pool and _release_blocks(state.host_pool, state.waiting)
+        host_pool = _without_host_blocks(state, state.waiting)
         waiting = tuple([_emptied(seq) if seq.blocks else seq for seq in state.waiting])
         return state._replace(host_pool=host_pool, waiting=waiting)
     waiting = tuple([seq._replace(hashes=()) if seq.blocks else seq for seq in state.waiting])

@@ -70,8 +70,8 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
         weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; "stored" leaves
-            those of a quantized checkpoint in its own 4 to 8 bits; None, or the same as dtype, leaves them in
-            dtype.
+            those of a quantized checkpoint in its own 4 to 8 bits; None, or the same as dtype,
+            leaves them in dtype.
         linear_impl: what computes products, as in `EngineConfig`. Matrices are stored in its
             layout. "xla" leaves them as they are in a checkpoint.
         model_family: how a model of no built-in architecture is read, as in `EngineConfig`.
@@ -152,7 +152,7 @@ def read_model(
     placement = None
     if mesh or devices:
         placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices())
-    if weight_dtype == AS_STORED:  # which nobody could prepare before the file was read
+    if weight_dtype == AS_STORED:  # the file says which products have to be prepared
         for name in weight_dtypes:
             linear.prepare(config.linear, dtype=dtype, weight_dtype=name, low_rank=False)
     params = load_params(

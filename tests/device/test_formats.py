@@ -93,7 +93,8 @@ ALIKE = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 2", "Qwe
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2", "Qwen3-MoE", *ALIKE])
 def test_logits_are_those_of_the_rounded_weights_in_floats(name):
     """With every kind of matrix: fused, with bias, tied, of experts."""
-    config = config_of(name, **{"n_layer": 1} if name == "GPT-2" else {})  # of the default run
+    sizes = {"n_layer": 1} if name == "GPT-2" else {}  # it is of the default run
+    config = config_of(name, **sizes)
     params = random_params(config)
     model = from_params(nested(params), config, weight_dtype="int8").model
     stored = {n: np.asarray(x) for n, x in named(model.params).items()}

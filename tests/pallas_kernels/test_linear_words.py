@@ -76,8 +76,8 @@ def test_a_digit_of_a_run_is_neighbouring_inputs(bits, run):
         number = int(packed[row, second * run + word]) >> bits * digit & 2**bits - 1
         assert number == digits[row, (second * per_word + digit) * run + word]
     for xp in (np, jnp):
-        found = words.digits_in(xp.asarray(packed), bits, run, xp)
-        chex.assert_trees_all_equal(np.asarray(found), digits)
+        unpacked = words.digits_in(xp.asarray(packed), bits, run, xp)
+        chex.assert_trees_all_equal(np.asarray(unpacked), digits)
 
 
 def test_every_number_of_a_digit_is_widened_exactly():
@@ -226,7 +226,12 @@ RING = {"tokens": 5, "inputs": 2560, "outputs": 70}
 @on_newer_jax
 @pytest.mark.parametrize(
     "name",
-    ["uint4_64", "q4_1", *(pytest.param(n, marks=pytest.mark.slow) for n in ("q4_k", "int8"))],
+    [
+        "uint4_64",
+        "q4_1",
+        pytest.param("q4_k", marks=pytest.mark.slow),
+        pytest.param("int8", marks=pytest.mark.slow),
+    ],
 )
 def test_the_gpu_kernel_has_no_races(name):
     product = stored(name, **RING)

@@ -23,7 +23,7 @@ E2M1_FACTOR = 2.0**14
 
 
 def half_numbers(builder, bits):
-    """Returns 16 float16 numbers [int16] as float32. None is infinite or NaN."""
+    """Returns 16 float16 numbers [int16] as float32. All of them are finite."""
     if HAS_HALVES:
         numbers = builder.bitcast(bits, ir.VectorType(ir.HalfType(), FULL))
         return builder.fpext(numbers, float_vector(FULL))

@@ -133,7 +133,7 @@ def _signed_bytes(builder, address):
 
 
 def _halves(builder, address):
-    """Returns 16 float16 numbers as float32. None is infinite or NaN."""
+    """Returns 16 float16 numbers as float32. All of them are finite."""
     halves = ir.VectorType(ir.IntType(16), FULL)
     bits = builder.load(pointer(builder, address, halves), align=2)
     return small_floats.half_numbers(builder, bits)

@@ -104,8 +104,10 @@ class Mamba2Layer(MixerLayer):
         y = convolution(kept, CONV_INPUT, batch, self.conv[:, 0], values(self.conv_bias))
         y = jax.nn.silu(y).astype(self.dtype).astype(jnp.float32)  # rounded as it was trained
         value, key, query = jnp.split(y, [m.values, m.values + m.keys], axis=1)
-        shape = -1, m.key_heads, m.key_dim
-        return value.reshape(-1, m.heads, m.value_dim), key.reshape(shape), query.reshape(shape)
+        value = value.reshape(-1, m.heads, m.value_dim)
+        key = key.reshape(-1, m.key_heads, m.key_dim)
+        query = query.reshape(-1, m.key_heads, m.key_dim)
+        return value, key, query
 
     def _skipped(self, value: jax.Array) -> jax.Array:
         return self.skip[...].astype(jnp.float32)[:, None] * value
