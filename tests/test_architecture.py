@@ -463,9 +463,9 @@ def test_one_generate_passes_through_few_modules(tiny_llm):
     finally:
         sys.setprofile(before)
     project = sorted(name for name in passed if within(name, "pagedjax", "pallas_kernels"))
-    assert {"pagedjax.llm", "pagedjax.engine.step", "pagedjax.host.scheduler"} <= set(project)
-    assert len(project) <= 22, project
-    assert modules_of_step == {f"pagedjax.engine.{name}" for name in ("session", "engine", "step")}
+    assert {"pagedjax.llm", "pagedjax.engine.state", "pagedjax.host.scheduler"} <= set(project)
+    assert len(project) <= 20, project
+    assert modules_of_step == {f"pagedjax.engine.{name}" for name in ("session", "engine", "state")}
 
 
 def test_the_version_is_the_same_in_the_package_its_metadata_and_the_change_log():

@@ -55,7 +55,7 @@ from pagedjax.engine.requests import (
     hashes_of_filled,
     prepare,
 )
-from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_limits, scheduler
+from pagedjax.host import admission, blocks, decode_spans, kv_policies, policies, scheduler
 from pagedjax.host.drafts import Sample, cut_at_the_end
 from pagedjax.host.event_log import Cancel, Commit, Entry, Recorder, Schedule, Submit
 from pagedjax.host.reservation import table_width
@@ -340,7 +340,7 @@ class SimulatedEngine:
 
     def check(self, request: Request) -> None:
         """Raises Rejected if this engine could never adopt the request's sequences."""
-        request_limits.check(self.scheduler_state, request._replace(forks=()))
+        admission.check_request(self.scheduler_state, request._replace(forks=()))
 
     def prefilled(self, split: float | None = None) -> tuple[str, ...]:
         """Ids of running sequences that can be handed over.

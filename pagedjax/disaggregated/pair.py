@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pagedjax.engine import handover as handovers
 from pagedjax.engine import interrupts
 from pagedjax.engine.session import Branches, Calls, GenerationRequest, Session
-from pagedjax.host import request_limits, scheduler
+from pagedjax.host import admission, scheduler
 from pagedjax.host.types import Event
 from pagedjax.llm import LLM
 from pagedjax.options.params import SamplingParams
@@ -124,7 +124,7 @@ class PairSession(Calls):
                         decode_request = seq.request._replace(
                             request_id=f"p{seq.request_id}", forks=()
                         )
-                        request_limits.check(self.decode.engine.scheduler_state, decode_request)
+                        admission.check_request(self.decode.engine.scheduler_state, decode_request)
             except BaseException:
                 for branches in added:
                     self.prefill.abandon(branches)

@@ -28,8 +28,7 @@ from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.handover import Fetch, Handover
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.requests import EngineRequest, LoadedAdapter
-from pagedjax.engine.state import EngineState
-from pagedjax.engine.step import ScheduledStep, schedule, step
+from pagedjax.engine.state import EngineState, ScheduledStep
 from pagedjax.engine.tap_files import TapWriter
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Entry, Recorder
@@ -482,7 +481,7 @@ class Engine:
         old_state = self._state
         if old_state.result is None:
             try:
-                after, result = step(self.runtime, old_state, self._schedule(now))
+                after, result = state.step(self.runtime, old_state, self._schedule(now))
                 self._set(after._replace(result=result))
             except BaseException:
                 if self._state is old_state:  # its cache was donated
@@ -496,7 +495,7 @@ class Engine:
         """What the next step will compute. Processes that share an engine agree on it here
         (engine/processes/engines.py).
         """
-        return schedule(self.runtime, self._state, now=now)
+        return state.schedule(self.runtime, self._state, now=now)
 
     @interrupts.deferred()
     def _set(self, after: EngineState) -> None:

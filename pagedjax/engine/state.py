@@ -1,8 +1,8 @@
-"""`EngineState`: everything that an engine's steps change, as one value, and its transitions other
-than a step.
+"""`EngineState`: everything that an engine's steps change, as one value, and its transitions.
 
     init(runtime) -> state
     submit(runtime, state, request) -> state       or ValueError, and the state before stays valid
+    step(runtime, state) -> (state, result)        schedule -> pack -> run -> commit
     cancel(state, sequence_id) -> (state, events)
     forget(state) -> state                         the prefix cache
     update(state, pending) -> state                after which the runtime has other parameters
@@ -15,26 +15,57 @@ engine holds one state and replaces it, and a new state is assigned whole or not
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from immutables import Map
 
+from pagedjax.device.batch import Batch, Shapes, StepShape, joined
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import HostCache, host_cache
-from pagedjax.engine import adapters, drafting, readers
+from pagedjax.device.side_outputs import NOTHING
+from pagedjax.engine import (
+    adapters,
+    compilations,
+    drafting,
+    lookahead,
+    readers,
+    requests,
+    token_masks,
+)
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafting import Drafting
-from pagedjax.engine.lookahead import Lookahead
-from pagedjax.engine.outcome import NewRequest
+from pagedjax.engine.lookahead import Lookahead, SentStep
+from pagedjax.engine.outcome import NewRequest, Outcome
+from pagedjax.engine.pack import Sources, pack, pack_drafts
 from pagedjax.engine.readers import Readers
-from pagedjax.engine.requests import EngineRequest, Sequences, apply_events, prepare, without_hashes
-from pagedjax.engine.runtime import Runtime
+from pagedjax.engine.requests import EngineRequest, Sequences
+from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host import scheduler
-from pagedjax.host.event_log import Cancel, Entry, Forget, Restart, Submit, Update
+from pagedjax.host.event_log import (
+    Cancel,
+    Commit,
+    Entry,
+    Forget,
+    Restart,
+    Schedule,
+    Submit,
+    Update,
+)
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
+from pagedjax.host.types import (
+    NO_DRAFTS,
+    Event,
+    Finished,
+    FinishReason,
+    Pending,
+    Plan,
+    StepResult,
+)
 from pagedjax.options.params import SamplingParams
 
 # what a recorder writes, or a `TapWriter`
@@ -99,15 +130,15 @@ def submit(runtime: Runtime, state: EngineState, request: EngineRequest) -> Engi
     """Queue a request.
 
     Raises:
-        ValueError: the request can never run (see `scheduler.submit` and `prepare`), a reader
-        refuses it, or its adapter is not loaded.
+        ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`), a
+        reader refuses it, or its adapter is not loaded.
     """
     old_state = state.scheduler
     params = request.params
     adapter = None
     if request.adapter is not None:
         adapter = adapters.of_name(runtime.adapters, request.adapter)
-    prepared = prepare(old_state, request, runtime.request_rules, adapter=adapter)
+    prepared = requests.prepare(old_state, request, runtime.request_rules, adapter=adapter)
     new_state = scheduler.submit(old_state, prepared.request)
     log: tuple[LogEntry, ...] = (Submit(prepared.request, request.prompt_token_ids),)
     entries = readers.start(state.readers, NewRequest(runtime, request, prepared))
@@ -148,13 +179,13 @@ def with_events(
     """
     ended = {event.request_id: event for event in events if isinstance(event, Finished)}
     if not ended:
-        sequences = apply_events(state.sequences, events, before.running, spare)
+        sequences = requests.apply_events(state.sequences, events, before.running, spare)
         return state._replace(sequences=sequences)
     tokens = [event for event in events if not isinstance(event, Finished)]
-    sequences = apply_events(state.sequences, tokens, before.running, spare)
+    sequences = requests.apply_events(state.sequences, tokens, before.running, spare)
     if state.drafting:  # the drafter learns from the last tokens of ended sequences, too
         drafting.show_ended_outputs(state.drafting, ended, sequences)
-    sequences = apply_events(sequences, tuple(ended.values()), before.running)
+    sequences = requests.apply_events(sequences, tuple(ended.values()), before.running)
     return state._replace(sequences=sequences, readers=readers.without(state.readers, ended))
 
 
@@ -180,7 +211,9 @@ def update(state: EngineState, pending: Pending) -> EngineState:
     else:
         mixed = [*old_state.running.seqs, *(seq for seq in old_state.waiting if seq.blocks)]
         names = [name for seq in mixed for name in seq.request.names]
-        sequences = sequences.update({name: without_hashes(sequences[name]) for name in names})
+        sequences = sequences.update(
+            {name: requests.without_hashes(sequences[name]) for name in names}
+        )
     return state._replace(
         scheduler=scheduler.update(old_state, pending),
         sequences=sequences,
@@ -208,3 +241,299 @@ def roll_back(state: EngineState) -> EngineState:
         cache=None,
         log=(*state.log, Restart()),
     )
+
+
+# a step -------------------------------------------------------------------------------------------
+
+
+class ScheduledStep(NamedTuple):
+    """What a step will compute. Nothing was sent to the device yet.
+
+    scheduler: the scheduler's state after `schedule`.
+    drafts: how many drafts were wanted for each decode.
+    offered: how many drafts there are, by sequence id.
+    started: seconds of time.perf_counter.
+    compiled: how many programs this process had compiled by then; a policy may compile some.
+    """
+
+    scheduler: SchedulerState
+    plan: Plan
+    drafts: int
+    offered: Mapping[str, int]
+    started: float
+    compiled: int
+
+
+def schedule(
+    runtime: Runtime, state: EngineState, drafts: int | None = None, now: float | None = None
+) -> ScheduledStep:
+    """Ask for drafts, and schedule the next step.
+
+    Args:
+        drafts: how many for each decode; None: as many as pay by the times of past steps.
+        now: seconds since the scheduler began, for a timed policy; None: by the clock. Nothing else
+            depends on a clock.
+    """
+    started = time.perf_counter()
+    compiled = compilations.compilations()
+    offered = NO_DRAFTS
+    past_drafting = state.drafting
+    if past_drafting:
+        draftable, best_drafts = drafting.candidates(
+            past_drafting, state.scheduler.running, runtime.shapes.tokens
+        )
+        drafts = best_drafts if drafts is None else drafts
+        offered = drafting.offer(
+            past_drafting,
+            draftable,
+            drafts,
+            state.sequences,
+            runtime.shapes.vocab_size,
+            token_masks.matchers_in(state.readers),
+        )
+    if runtime.policy.timed and now is None:
+        now = max(0.0, round(started - state.began, 6))
+    after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered, now)
+    return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
+
+
+class SentPlan(NamedTuple):
+    """A plan that the device computes, and what was sent to the device behind it.
+
+    rows: of each row of the plan, its row in the sent step. A predicted step may have further rows.
+    """
+
+    cache: KVCache
+    sent: SentStep
+    rows: Sequence[int]
+    ahead: Lookahead
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device goes on with predicted steps when this one is done."""
+        return any(step.sent_at > self.sent.sent_at for step in self.ahead.sent)
+
+
+def step(
+    runtime: Runtime, state: EngineState, scheduled: ScheduledStep | None = None
+) -> tuple[EngineState, StepResult]:
+    """Run one step. The old state must not be used again: its cache is donated.
+
+    Args:
+        scheduled: what `schedule` returned for this state; None calls it.
+    """
+    scheduled = scheduled or schedule(runtime, state)
+    plan = scheduled.plan
+    computed = compute(runtime, state, scheduled)
+    sent = computed.sent
+    # a predicted step may have ended before this call began
+    was_done = not computed.overlaps and sent.sent_at < scheduled.started and sent.ready
+    tokens = np.asarray(sent.output.sampled.tokens)
+    arrived = time.perf_counter()
+
+    if plan.drafts:
+        sampled = drafting.verified(plan, state.sequences, tokens)
+    else:
+        sampled = tokens[list(computed.rows)].tolist()
+    data = requests.sequences_of_rows(plan, state.sequences)
+    outcome = Outcome(plan, sent, computed.rows, sampled, data)
+    state, events, outputs = commit(runtime, state, scheduled, computed, outcome)
+
+    finished = time.perf_counter()
+    busy_until = finished if computed.overlaps else arrived
+    busy_seconds = sent.draft_seconds + busy_until - max(scheduled.started, sent.sent_at)
+    result = StepResult(
+        plan=plan,
+        events=events,
+        started=scheduled.started,
+        finished=finished,
+        device_seconds=0.0 if was_done else busy_seconds,
+        draft_seconds=sent.draft_seconds,
+        draft_rows=sent.draft_rows,
+        padded_tokens=sent.padded_tokens,
+        compilations=compilations.compilations() - scheduled.compiled,
+        outputs=outputs,
+        params_version=state.params_version,
+    )
+    if state.drafting:
+        state = state._replace(drafting=drafting.learned(state.drafting, result))
+    return state, result
+
+
+def commit(
+    runtime: Runtime,
+    state: EngineState,
+    scheduled: ScheduledStep,
+    computed: SentPlan,
+    outcome: Outcome,
+) -> tuple[EngineState, tuple[Event, ...], Mapping[str, Any]]:
+    """Let the readers read what a step computed, and add it to the state -> (state, events, outputs
+    of the readers).
+    """
+    plan = outcome.plan
+    sampled = outcome.sampled
+    selection = runtime.shapes.selection
+    hashes = requests.hashes_of_filled(
+        plan,
+        state.sequences,
+        runtime.config.block_size,
+        sampled,
+        dense_prompts=selection is not None and selection.dense_prompts,
+    )
+    read = readers.read(state.readers, outcome)
+    after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
+
+    tap_parts = read.outputs.get("taps")
+    log: list[LogEntry] = [StepTaps(tap_parts)] if tap_parts else []
+    log.append(Schedule(plan, scheduled.offered, scheduled.started))
+    log.append(Commit(plan, sampled, hashes, read.choices, events))
+    state = state._replace(
+        scheduler=after,
+        readers=read.readers,
+        ahead=computed.ahead,
+        cache=computed.cache,
+        log=(*state.log, *log),
+    )
+    state = with_events(state, events, scheduled.scheduler, runtime.spare)
+    for request_id, reason in read.ends.items():
+        state, cancelled = cancel(state, request_id, reason)
+        events += cancelled
+    return state, events, read.outputs
+
+
+def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> SentPlan:
+    """Take the predicted step that has computed the plan, or send the plan to the device; then send
+    predicted steps behind it.
+    """
+    plan = scheduled.plan
+    depth = runtime.config.lookahead
+    cache = runtime.new_cache() if state.cache is None else state.cache
+    ahead = Lookahead()
+    sent = None
+    rows: Sequence[int] = ()
+    if depth:
+        ahead, sent, rows = lookahead.take_predicted(state.ahead, plan)
+    if sent is None:
+        cache, sent = send(runtime, state, cache, plan)
+        rows = range(len(plan.seqs))
+    if depth:
+
+        def send_predicted(
+            cache: KVCache, plan: Plan, previous: SentStep, unknown_arrivals: Set[int]
+        ):
+            return send(runtime, state, cache, plan, previous, unknown_arrivals)
+
+        cache, ahead = lookahead.extend(
+            ahead,
+            sent,
+            scheduled.scheduler,
+            plan,
+            runtime.policy,
+            state.sequences,
+            depth,
+            cache,
+            send_predicted,
+            partial(readers.decide, state.readers),
+        )
+    return SentPlan(cache, sent, rows, ahead)
+
+
+def send(
+    runtime: Runtime,
+    state: EngineState,
+    cache: KVCache,
+    plan: Plan,
+    previous: SentStep | None = None,
+    unknown_arrivals: Set[int] = frozenset(),
+) -> tuple[KVCache, SentStep]:
+    """Have the device compute a plan, after the steps that were sent to it before.
+
+    Args:
+        previous: the step before a predicted plan, which samples the unknown tokens.
+        unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
+    """
+    cache = move_blocks(runtime, state, cache, plan)
+    draft_rows = 0
+    draft_seconds = 0.0
+    draft_probs = None
+    if plan.drafts and runtime.draft_model:
+        cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
+        draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
+    batch = batch_of(runtime, state, plan, previous, unknown_arrivals, draft_probs)
+    sent_at = time.perf_counter()
+    side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
+    programs = runtime.programs if side_outputs is NOTHING else runtime.side_programs[side_outputs]
+    shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
+    cache, output = programs[shape](runtime.leaves, cache, joined(batch))
+    sent = SentStep(plan, output, sent_at, shape.tokens, draft_seconds, draft_rows, side_outputs)
+    return cache, sent
+
+
+def run_drafter(
+    runtime: Runtime, sequences: Sequences, cache: KVCache, plan: Plan
+) -> tuple[KVCache, float, jax.Array | None]:
+    """Have the device draft, and write the drafts behind the known tokens.
+
+    Returns:
+        (cache, seconds of the program, what the draft in the place of each sample was drawn from)
+    """
+    shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.chain)
+    start = time.perf_counter()
+    cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
+    drafts = np.asarray(output.tokens)
+    seconds = time.perf_counter() - start
+    drafted = (i for i, k in enumerate(plan.drafts) if k)
+    for column, i in enumerate(drafted):
+        length = plan.lengths[i]
+        k = plan.drafts[i]
+        sequences[plan.seqs[i].request_id].tokens[length : length + k] = drafts[:k, column]
+    return cache, seconds, output.probs
+
+
+def batch_of(
+    runtime: Runtime,
+    state: EngineState,
+    plan: Plan,
+    previous: SentStep | None,
+    unknown_arrivals: Set[int],
+    draft_probs: jax.Array | None = None,
+) -> Batch:
+    """The arrays of a plan. The arguments are those of `send`, and what `run_drafter` returned."""
+    sources = Sources(
+        undrafted=runtime.undrafted,
+        adapters=runtime.adapters,
+        looks_ahead=runtime.config.lookahead > 0,
+        previous=previous,
+        unknown_arrivals=unknown_arrivals,
+        draft_probs=draft_probs,
+        masks=readers.masks_of(state.readers, plan, state.sequences),
+    )
+    shapes = present_shapes(runtime)
+    return pack(plan, state.sequences, shapes, runtime.blanks, runtime.chain, sources)
+
+
+def present_shapes(runtime: Runtime) -> Shapes:
+    """The shapes of the runtime, with only those buckets that a step may have now. They are read
+    once a step, because a program that is compiled beside the steps may come in at any time.
+    """
+    programs = runtime.programs
+    if not isinstance(programs, BackgroundPrograms):
+        return runtime.shapes
+    programs.stepped_at = time.monotonic()
+    return programs.present
+
+
+def move_blocks(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:
+    """Move whole blocks before the step writes any: to the host, back from the host, then copies on
+    the device.
+    """
+    if runtime.swap and state.host_cache is not None:
+        if plan.swap_out:
+            runtime.swap.out(cache, state.host_cache, plan.swap_out)
+        if plan.swap_in:
+            cache = runtime.swap.back(cache, state.host_cache, plan.swap_in)
+    # copies go to free blocks, so none of them reads what another one writes
+    for start in range(0, len(plan.copies), COPIES):
+        pairs = padded_pairs(plan.copies[start : start + COPIES], COPIES)
+        cache = runtime.copy(cache, *pairs)
+    return cache

@@ -20,7 +20,7 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.side_outputs import SideArrays, SideOutputs, union
 from pagedjax.engine.outcome import NewRequest, Outcome, Reader, Reading
 from pagedjax.engine.runtime import Runtime
-from pagedjax.host.request_limits import final_length
+from pagedjax.host.admission import final_length
 from pagedjax.options.params import SamplingParams, Taps
 from pagedjax.text.tap_arrays import TapPart
 

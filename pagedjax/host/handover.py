@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedjax.host import blocks, checkpoints, prefix_sharing, request_limits, views
+from pagedjax.host import blocks, checkpoints, prefix_sharing, views
+from pagedjax.host.admission import Rejected, check_request, final_length, with_ids
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, decision, shipped, with_memory
 from pagedjax.host.policy_memory import memory_of
 from pagedjax.host.preemption import Pairs
-from pagedjax.host.request_limits import Rejected, final_length, with_ids
 from pagedjax.host.state import SchedulerState, running, with_news
 from pagedjax.host.types import (
     HOLE,
@@ -83,12 +83,12 @@ def adopt(
     Full blocks are published under their keys, so their copies must be there before the next step.
 
     Raises:
-        Rejected: the request can never run here (`request_limits.check`), or it is as long as it
+        Rejected: the request can never run here (`check_request`), or it is as long as it
         may be.
         ValueError: the record contradicts itself.
     """
     request = released.request
-    request_limits.check(state, request)
+    check_request(state, request)
     limit = final_length(request, state.config)
     _check(state, released, limit)
     seq = Seq(request, state.arrivals, limit, released.length, hashes=released.hashes)

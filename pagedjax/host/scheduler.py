@@ -36,11 +36,11 @@ gives a sequence one or more tokens. The rules:
     waiting requests and evict running ones, as 7 says. After rule 3 it may lower the tokens of
     rows. A sequence that it evicted is not admitted in the same step; other sequences may be.
 
-The rules are here and in these files: preemption.py (the victims of 5, and 7), admission.py (3),
-prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8), views.py (10),
-request_limits.py (`submit`), handover.py (`release` and `adopt`, between two schedulers), state.py
-(the state and its invariants), policy_memory.py (11). step_kinds.py and reservation.py are
-baselines that replace rules 1 to 3.
+The rules are here and in these files: admission.py (what `submit` refuses, and 3), preemption.py
+(the victims of 5, and 7), prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8),
+views.py (10), handover.py (`release` and `adopt`, between two schedulers), state.py (the state and
+its invariants), policy_memory.py (11). step_kinds.py and reservation.py are baselines that replace
+rules 1 to 3.
 """
 
 from __future__ import annotations
@@ -59,17 +59,23 @@ from pagedjax.host import (
     checkpoints,
     policy_memory,
     prefix_sharing,
-    request_limits,
     step_kinds,
     views,
 )
-from pagedjax.host.admission import Admission, admit, chunk_size
+from pagedjax.host.admission import (
+    Admission,
+    Rejected,
+    admit,
+    check_request,
+    chunk_size,
+    final_length,
+    with_ids,
+)
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.drafts import Sample, accepted_columns, cut_at_the_end, flat, give_back, grant
 from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy, shipped, with_memory
 from pagedjax.host.preemption import NO_PREEMPTIONS, Pairs, Preemptions, evict, preempt
-from pagedjax.host.request_limits import Rejected, final_length, with_ids
 from pagedjax.host.state import SchedulerConfig, SchedulerState, check, running, with_news
 from pagedjax.host.types import (
     NO_DRAFTS,
@@ -161,10 +167,10 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     """Appends a request to the queue.
 
     Raises:
-        Rejected: the request can never run (request_limits.py). The message names the value, the
+        Rejected: the request can never run (admission.py). The message names the value, the
         limit and the remedy.
     """
-    request_limits.check(state, request)
+    check_request(state, request)
     group = None if request.advances_alone else state.arrivals
     limit = final_length(request, state.config)
     seq = Seq(

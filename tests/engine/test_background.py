@@ -20,7 +20,7 @@ import pytest
 
 from pagedjax import LLM, Engine, EngineConfig, SamplingParams
 from pagedjax.device.batch import StepShape
-from pagedjax.engine import background, compilations, runtime, step
+from pagedjax.engine import background, compilations, runtime, state
 from pagedjax.engine.processes import engines
 from tests.engine.runs import answers, greedy, small_llm, steps
 from tests.refusals import refused
@@ -302,7 +302,7 @@ def test_an_engine_compiles_everything_first(one_layer):
     assert engine.config.compilation == "eager"
     assert engine.background is None
     assert len(engine.runtime.programs) == 3
-    assert step.present_shapes(engine.runtime) == engine.runtime.shapes
+    assert state.present_shapes(engine.runtime) == engine.runtime.shapes
 
 
 def test_it_is_refused_in_several_processes(one_layer, monkeypatch):

@@ -23,7 +23,7 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-import pagedjax.engine.step as engine_step
+import pagedjax.engine.state as engine_state
 from experiments.training import draft_data, draft_loss, train_draft
 from pagedjax import EngineConfig, SamplingParams
 from pagedjax.device import cache, draft_model
@@ -203,7 +203,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
     (folder / "config.json").write_text(json.dumps(stored | {"window": 16}))
     folders = folders._replace(head=str(folder))
     drafted: list[tuple[list[int], list[int]]] = []
-    original = engine_step.run_drafter
+    original = engine_state.run_drafter
 
     def watched(runtime, sequences, pages, plan):
         out = original(runtime, sequences, pages, plan)
@@ -213,7 +213,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
                 drafted.append((data[:length], data[length : length + k]))
         return out
 
-    monkeypatch.setattr(engine_step, "run_drafter", watched)
+    monkeypatch.setattr(engine_state, "run_drafter", watched)
     engine = speculative_engine(tiny, folders, "head", 3, **config)
     for i in range(6):
         engine.add(f"r{i}", tokens(12, 0) + tokens(3 + 5 * i, i), greedy(8))
@@ -450,7 +450,7 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
     requests = asks(1)
     expected = run(make(tiny).engine, requests, 1).tokens
     engine = speculative_engine(tiny, folders, "itself", 3)
-    original = engine_step.batch_of
+    original = engine_state.batch_of
     calls = itertools.count(1)
 
     def failing(*arguments):
@@ -458,7 +458,7 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
             raise RuntimeError("out of luck")
         return original(*arguments)
 
-    monkeypatch.setattr(engine_step, "batch_of", failing)
+    monkeypatch.setattr(engine_state, "batch_of", failing)
     for ask in requests:
         engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
     results = []

@@ -14,7 +14,7 @@ from pagedjax.engine import runtime as runtimes
 from pagedjax.engine import state as states
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.requests import EngineRequest, SequenceData, appended
-from pagedjax.engine.step import step
+from pagedjax.engine.state import step
 from tests.engine.runs import greedy, sampled, small_llm, steps
 from tests.refusals import refused
 

@@ -15,7 +15,7 @@ import pytest
 from pagedjax import BeamSearchParams, SamplingParams
 from pagedjax.device import cache
 from pagedjax.engine import readers, requests
-from pagedjax.engine import step as step_module
+from pagedjax.engine import state as engine_state
 from pagedjax.engine.interrupts import deferred
 from pagedjax.engine.session import GenerationRequest
 from pagedjax.host import replay, scheduler
@@ -97,7 +97,7 @@ def test_a_failed_step_is_computed_again_with_the_same_tokens(
     engine = small_llm(tiny, **MODES[mode]).engine
     engine.record(tmp_path / "run.jsonl")
     broken = {
-        0: (step_module, "send", True),  # the device has it, and the shell does not know
+        0: (engine_state, "send", True),  # the device has it, and the shell does not know
         2: (requests, "hashes_of_filled", False),
         5: (scheduler, "schedule", False),
         9: (readers, "read", True),

@@ -14,7 +14,7 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from pagedjax.engine import lookahead
-from pagedjax.engine import step as step_module
+from pagedjax.engine import state as engine_state
 from pagedjax.host import blocks, scheduler
 from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq, StepResult
@@ -57,14 +57,14 @@ class Observed:
         self.preempted = 0
 
     def step(self):
-        send = step_module.send
+        send = engine_state.send
 
         def counted(runtime, state, cache, plan, previous=None, unsampled=frozenset()):
             self.sent += 1
             self.late += previous is None
             return send(runtime, state, cache, plan, previous, unsampled)
 
-        with mock.patch.object(step_module, "send", counted):
+        with mock.patch.object(engine_state, "send", counted):
             result = self.engine.step()
         scheduler.check(self.engine.scheduler_state)
         self.steps += 1

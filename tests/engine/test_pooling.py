@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams
-from pagedjax.engine import step as step_module
+from pagedjax.engine import state as engine_state
 from pagedjax.host import scheduler
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Finished
@@ -226,7 +226,7 @@ def test_a_failed_step_computes_an_embedding_again(one_layer, hidden, monkeypatc
     llm.engine.add("p", PROMPTS[1], pooling("MEAN"))
     llm.engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(step_module, "send", None)
+        patched.setattr(engine_state, "send", None)
         with pytest.raises(TypeError):
             llm.engine.step()
     ((name, vector),) = [pooled for result in steps(llm.engine) for pooled in result.pooled]

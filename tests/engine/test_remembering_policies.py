@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pagedjax import BeamSearchParams, SamplingParams
-from pagedjax.engine import step as step_module
+from pagedjax.engine import state as engine_state
 from pagedjax.host.policies import Policy, deadline, early_rejection, mlfq, srtf, vtc
 from pagedjax.host.replay import verify
 from tests.engine.test_lookahead import make, play
@@ -83,7 +83,7 @@ def test_a_failed_step_rolls_the_memory_back(with_policy, monkeypatch):
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "send", failing)
+        patch.setattr(engine_state, "send", failing)
         with pytest.raises(RuntimeError, match="the device is gone"):
             engine.step()
     after = engine.scheduler_state

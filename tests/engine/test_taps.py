@@ -29,7 +29,7 @@ from pagedjax import (
     read_taps,
 )
 from pagedjax.device.side_outputs import SideOutputs, union
-from pagedjax.engine import step as step_module
+from pagedjax.engine import state as engine_state
 from pagedjax.engine.session import Session, SessionStep
 from pagedjax.host import scheduler
 from pagedjax.host.replay import verify
@@ -202,7 +202,7 @@ def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
     llm.engine.add("r", PROMPTS[1], PARAMS)
     results = [llm.engine.step()]
     with monkeypatch.context() as patched:
-        patched.setattr(step_module.requests, "hashes_of_filled", None)
+        patched.setattr(engine_state.requests, "hashes_of_filled", None)
         with pytest.raises(TypeError):
             llm.engine.step()
     results += steps(llm.engine)

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import strategies as st
 
 from pagedjax.host import kv_policies, scheduler, views
+from pagedjax.host.admission import Rejected
 from pagedjax.host.kv_policies import ALL, KVPolicy, View, view
 from pagedjax.host.policies import FCFS
-from pagedjax.host.request_limits import Rejected
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import (
     HOLE,

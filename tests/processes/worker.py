@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax import LLM
-from pagedjax.engine import step as steps
+from pagedjax.engine import state as engine_state
 from pagedjax.engine.processes.join import join
 from tests import quick_compiler
 from tests.engine.test_lookahead import WITH_GIVEN, play
@@ -40,7 +40,7 @@ def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
 
 def break_at(step: int, fault: Callable[[], None]) -> None:
     """Have the fault when a step's commit begins, after its program ended on all devices."""
-    commit, count = steps.scheduler.commit, 0
+    commit, count = engine_state.scheduler.commit, 0
 
     def breaks(*args: Any, **options: Any) -> Any:
         nonlocal count
@@ -49,7 +49,7 @@ def break_at(step: int, fault: Callable[[], None]) -> None:
             fault()
         return commit(*args, **options)
 
-    steps.scheduler.commit = breaks
+    engine_state.scheduler.commit = breaks
 
 
 def raises() -> None:

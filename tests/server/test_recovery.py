@@ -10,7 +10,7 @@ import re
 import httpx
 import pytest
 
-from pagedjax.engine import step
+from pagedjax.engine import state
 from pagedjax.text.outputs import OutputBuilder
 from tests.engine.runs import answers, greedy
 from tests.server.support import (
@@ -33,7 +33,7 @@ def failing(monkeypatch):
     """
 
     def patch(fails) -> list[int]:
-        send = step.send
+        send = state.send
         calls = itertools.count(1)
         failed = []
 
@@ -44,7 +44,7 @@ def failing(monkeypatch):
                 raise RuntimeError("the device is out of memory")
             return send(*args, **options)
 
-        monkeypatch.setattr(step, "send", faulty)
+        monkeypatch.setattr(state, "send", faulty)
         return failed
 
     return patch

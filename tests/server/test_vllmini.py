@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pagedjax import SamplingParams
-from pagedjax.engine import step
+from pagedjax.engine import state
 from pagedjax.server import vllmini
 from tests.server.support import complete, error_of, idle, served_to, server_llm, wait_until
 
@@ -25,9 +25,9 @@ def generate(http, **options) -> str:
 @pytest.fixture
 def slow(monkeypatch):
     """Steps of at least 20 ms: 480 tokens take at least 9.6 s."""
-    send = step.send
+    send = state.send
     monkeypatch.setattr(
-        step, "send", lambda *args, **options: time.sleep(0.02) or send(*args, **options)
+        state, "send", lambda *args, **options: time.sleep(0.02) or send(*args, **options)
     )
 
 
@@ -83,7 +83,7 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(
     tiny, slow, monkeypatch
 ):
     """The engine's thread is blocked in a step, so that the answer to the POST has to wait."""
-    send = step.send
+    send = state.send
     blocked = threading.Event()
     resume = threading.Event()
 
@@ -93,7 +93,7 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(
         return send(*args, **options)
 
     with served_to(server_llm(tiny)) as (server, http):
-        monkeypatch.setattr(step, "send", blocking)
+        monkeypatch.setattr(state, "send", blocking)
         thread = threading.Thread(target=complete, args=(http,), kwargs={"max_tokens": 3})
         thread.start()
         assert blocked.wait(30)

@@ -9,8 +9,7 @@ from hashlib import blake2b
 
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.requests import Sequences
-from pagedjax.engine.state import EngineState
-from pagedjax.engine.step import ScheduledStep
+from pagedjax.engine.state import EngineState, ScheduledStep
 from pagedjax.host.event_log import Entry, Schedule, Written, line_of
 
 

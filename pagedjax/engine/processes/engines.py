@@ -33,8 +33,7 @@ from pagedjax.engine.processes.digest import Digest
 from pagedjax.engine.processes.group import Follower, Leader, ProcessFailed
 from pagedjax.engine.processes.join import joined
 from pagedjax.engine.requests import Begun, EngineRequest
-from pagedjax.engine.state import EngineState
-from pagedjax.engine.step import ScheduledStep, schedule
+from pagedjax.engine.state import EngineState, ScheduledStep, schedule
 from pagedjax.host.types import Event, FinishReason, Pending, StepResult
 from pagedjax.options.config import EngineConfig, as_dict
 from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingParams
