@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from pagedjax.host.replay import replay
+from tests.engine.page_kinds import prompts
 from tests.engine.runs import answers, check_idle, greedy, logprobs_of, small_llm
-from tests.engine.test_mixer_layers import prompts
 from tests.weights.test_family_files import HYBRIDS
 from tests.weights.tiny_families import write_family
 

@@ -1,5 +1,5 @@
-"""Models whose layers have heads of several sizes: layers have parts of a page, and tokens do not
-depend on how blocks are cut, shared, copied, moved or found again.
+"""Models whose layers have heads of several sizes: layers have parts of a page. Their tokens are
+tested in test_page_contract.py.
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ import chex
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from pagedjax import LLM, LoRARequest, Taps, load_model
+from pagedjax import LoRARequest, Taps, load_model
 from pagedjax.device import attention
 from pagedjax.device.batch import Shapes, blank_sampling, joined
-from pagedjax.device.draft_model import of_decoder
 from pagedjax.device.layer_groups import LayerPages, PagePart, layer_groups
 from pagedjax.device.memory import nbytes
-from pagedjax.device.models import Model, assemble
+from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import LayerHeads, LayerKind
-from pagedjax.device.models.eagle import eagle_config
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.rope import Rope
-from pagedjax.device.score import score
 from pagedjax.device.step import make_step
 from pagedjax.engine.geometry import geometry
 from pagedjax.engine.pack import Sources, pack
-from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.options.config import EngineConfig
 from pagedjax.weights.adapter_files import adapter_parts
@@ -39,87 +34,23 @@ from pagedjax.weights.architectures import FAMILIES, normalised
 from tests import quick_compiler
 from tests.device.test_llama import chosen
 from tests.device.test_model_families import REAL
-from tests.engine.runs import answers, greedy, logprobs_of, small_llm
-from tests.engine.test_mixer_layers import (
-    BEAMS,
-    PARAMS,
-    check_same,
-    prompts,
-    random_parameters,
-    tokens_of,
-)
+from tests.engine.page_kinds import PARAMS, SHARED, Subject, prompts
+from tests.engine.runs import greedy, logprobs_of, small_llm
 from tests.refusals import refused
 from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
 from tests.weights.tiny_families import write_family
 
 pytestmark = pytest.mark.few_optimisations
 
-# 32 numbers of keys a token in layers with a window, 16 in three others and 48 in one: pages have
-# 96, which are 3, 6 or 2 parts
-WINDOW = LayerKind(window=9, rope=1)
-SHARED = LayerKind(heads=LayerHeads(4, 1, 16, shared_values=True))
-WIDE = LayerKind(heads=LayerHeads(2, 1, 48))
-KINDS = (WINDOW, SHARED, WINDOW, SHARED, WINDOW, WIDE, WINDOW, SHARED)
-SWAPPED = {
-    "block_size": 4,
-    "max_num_batched_tokens": 7,
-    "num_blocks": 16,
-    "preemption": "swap",
-    "swap_space_gib": 0.05,
-}
+
+@pytest.fixture(scope="module")
+def heads(tiny) -> Subject:
+    return Subject("heads", tiny)
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny) -> Any:
-    """The tiny model's tokenizer, with random layers that have heads of three sizes."""
-    config = replace(
-        tiny.model.config,
-        kinds=KINDS,
-        heads=4,
-        kv_heads=4,
-        head_dim=8,
-        ropes=(Rope(1000.0, rotated=12), Rope(100.0, rotated=8)),
-        attn_scale=0.3,
-        qk_norm="head",
-        v_norm=True,
-        layer_scales=True,
-    )
-    return replace(tiny, model=assemble(config, random_parameters(config), "float32"))
-
-
-@pytest.fixture(scope="module")
-def plain(loaded) -> LLM:
-    """Whole prompts and no sharing, and attention by its definition."""
-    return small_llm(
-        loaded,
-        enable_prefix_caching=False,
-        block_size=16,
-        max_num_batched_tokens=128,
-        attention_impl="reference",
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(plain) -> list[Any]:
-    return tokens_of(plain)
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "swapped": SWAPPED,
-    "recomputed": {"block_size": 4, "max_num_batched_tokens": 12, "num_blocks": 16},
-    "blocks of a token": {"block_size": 1, "max_num_batched_tokens": 9},
-    "plain XLA": {"block_size": 8, "attention_impl": "xla", "max_num_batched_tokens": 32},
-    "all blocks are kept": {"block_size": 4, "free_window_blocks": False},
-    "drafts": {
-        "block_size": 8,
-        "speculative": {"method": "ngram", "num_tokens": 3},
-        "max_num_batched_tokens": 32,
-    },
-    "no lookahead": {"block_size": 8, "lookahead": 0},
-    "a baseline": {"mixed_steps": False, "max_num_batched_tokens": 32},
-    "a draft model": {"block_size": 8, "max_num_batched_tokens": 32},
-    "three devices, heads of zeros": {"block_size": 8, "mesh": {"tensor": 3}},
-}
+def loaded(heads) -> Any:
+    return heads.loaded
 
 
 # memory -------------------------------------------------------------------------------------------
@@ -192,100 +123,16 @@ def test_a_step_updates_memory_that_layers_share_in_place(loaded, t):
     assert not kinds & {"copy", "copy-start", "transpose", "concatenate", "select", "convert"}
 
 
-@pytest.mark.slow
-def test_bits_of_8_take_a_quarter(loaded, plain):
-    llm = small_llm(
-        loaded, block_size=16, kv_cache_dtype="float8_e4m3fn", max_num_batched_tokens=128
-    )
-    assert llm.engine.memory.block_bytes == 16 * 2 * (2 * 2 * 96 + 4)
-    params = greedy(1, logprobs=0, prompt_logprobs=0)
-    outputs, plain_outputs = (engine.generate(prompts(), params) for engine in (llm, plain))
-    for output, plain_output, prompt in zip(outputs, plain_outputs, prompts(), strict=True):
-        assert output.prompt_logprobs
-        assert plain_output.prompt_logprobs
-        logprobs = chosen(prompt[1:], output.prompt_logprobs[1:])
-        errors = np.abs(logprobs - chosen(prompt[1:], plain_output.prompt_logprobs[1:]))
-        assert 0 < errors.mean() < 0.2
-
-
 # tokens -------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_a_request_do_not_depend_on_its_company(loaded, expected, tmp_path):
-    """Together they are cut, swapped and copied; alone they find what is in the cache."""
-    llm = small_llm(loaded, **SWAPPED)
-    llm.engine.record(tmp_path / "run.jsonl")
-    check_same(tokens_of(llm), expected)
-    llm.engine.record(None)
-    assert verify(tmp_path / "run.jsonl").identical
-    text = (tmp_path / "run.jsonl").read_text()
-    for moved in ("swap_out", "swap_in", "copies"):
-        assert f'"{moved}":[[' in text, moved
-    outputs = [llm.generate([prompt], PARAMS)[0] for prompt in prompts()]
-    assert outputs[-1].num_cached_tokens == 12  # three blocks that all prompts share
-    alone = [branch for output in outputs for branch in output.outputs]
-    check_same([(branch.token_ids, branch.cumulative_logprob) for branch in alone], expected)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, tiny_folder, expected):
-    options = CASES[name]
-    if name == "a draft model":
-        drafter = {"method": "draft", "model": str(tiny_folder), "num_tokens": 3}
-        options = options | {"speculative": drafter}
-    llm = small_llm(loaded, **options)
-    check_same(tokens_of(llm, rounds=2), expected * 2)
-
-
-@pytest.mark.slow
-def test_a_prefix_is_found_at_every_boundary(loaded, plain):
-    """A prompt of 20 tokens, in blocks of 4, of which another one has the first n."""
-    llm = small_llm(loaded, **SWAPPED | {"num_blocks": 60})
-    rng = np.random.default_rng(5)
-    first = rng.integers(3, 320, 20).tolist()
-    llm.generate([first], greedy(1))
-    params = greedy(2, logprobs=0)
-    for shared in range(1, 20):
-        prompt = first[:shared] + rng.integers(3, 320, 3).tolist()
-        (output,) = llm.generate([prompt], params)
-        assert output.num_cached_tokens == shared // 4 * 4
-        (plain_answer,) = answers(plain, [prompt], params)
-        assert output.outputs[0].token_ids == plain_answer.token_ids
-        logprobs = [logprobs_of(answer) for answer in (output.outputs[0], plain_answer)]
-        chex.assert_trees_all_close(*logprobs, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_a_beam_search_has_the_same_beams_in_any_blocks(loaded):
-    searches = []
-    for sizes in ({"block_size": 16}, {"block_size": 4, "max_num_batched_tokens": 11}):
-        llm = small_llm(loaded, **sizes)
-        searches.append([output.sequences for output in llm.beam_search(prompts(), BEAMS)])
-    first, second = ([[beam.tokens for beam in beams] for beams in search] for search in searches)
-    assert first == second
-
-
-@pytest.mark.slow
-def test_scores_of_whole_texts_are_those_of_an_engine(loaded, plain):
-    model = loaded.model
-    module = nnx.merge(model.graphdef, model.params)
-    params = greedy(1, prompt_logprobs=0)
-    for output, prompt in zip(plain.generate(prompts(), params), prompts(), strict=True):
-        assert output.prompt_logprobs
-        scored = score(module, np.asarray([prompt]))[0, 1:]
-        chex.assert_trees_all_close(
-            scored, chosen(prompt[1:], output.prompt_logprobs[1:]), atol=1e-4
-        )
-
-
-@pytest.mark.slow
-def test_weights_of_attention_do_not_depend_on_blocks(loaded, plain):
+def test_weights_of_attention_do_not_depend_on_blocks(heads):
     """Of a layer in parts of six, of one in parts of two, and of one with a window."""
     taps = Taps(attention={1: (0, 3), 2: 1, 5: 0})
     params = replace(PARAMS, n=1, temperature=0.0, taps=taps)
-    small = small_llm(loaded, block_size=4, attention_impl="xla")
-    for outputs in zip(*(llm.generate(prompts(), params) for llm in (plain, small)), strict=True):
+    llms = heads.plain, small_llm(heads.loaded, block_size=4, attention_impl="xla")
+    for outputs in zip(*(llm.generate(prompts(), params) for llm in llms), strict=True):
         of_plain, of_small = (output.outputs[0].taps for output in outputs)
         assert of_plain
         assert of_small
@@ -376,17 +223,6 @@ def test_heads_of_256_and_512_have_one_answer_in_each_implementation(tmp_path):
 
 
 # refusals -----------------------------------------------------------------------------------------
-
-
-def test_what_such_a_model_cannot_have_is_refused(loaded):
-    with refused("heads of several sizes, and kv_policy is 'streaming', which reads one size"):
-        small_llm(loaded, kv_policy={"name": "streaming", "sinks": 4, "window": 60})
-    with refused("attention_impl 'pallas_gpu' runs on platform 'gpu'"):
-        small_llm(loaded, attention_impl="pallas_gpu")
-    with refused("the draft model has layers with heads of several sizes, .*method='ngram'"):
-        of_decoder(loaded.model)
-    with refused("the model has layers with heads of several sizes, and a draft head is for"):
-        eagle_config(loaded.model.config, 100)
 
 
 @pytest.mark.parametrize(

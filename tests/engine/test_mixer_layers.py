@@ -1,5 +1,5 @@
-"""A model of all kinds of layers in an engine: its tokens do not depend on how its pages are cut,
-shared, copied, moved, given back or found again.
+"""Models with layers that keep states: drafts, what a prefix cache keeps of them, scores. That their
+tokens do not depend on pages is tested in test_page_contract.py.
 """
 
 from __future__ import annotations
@@ -8,22 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import chex
 import numpy as np
 import pytest
-from flax import nnx
 
-import pagedjax.engine.step as engine_step
-from experiments.training import train_draft
-from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps
+from pagedjax import SamplingParams, Taps
 from pagedjax.device.adapters import adapted
 from pagedjax.device.draft_model import of_decoder
 from pagedjax.device.models import assemble
-from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerKind
-from pagedjax.device.models.mixers.gated_delta import GatedDelta
-from pagedjax.device.models.mixers.mamba2 import Mamba2
+from pagedjax.device.models.decoder import LayerKind
 from pagedjax.device.models.mixers.short_conv import ShortConv
-from pagedjax.device.score import score
+from pagedjax.engine import state as engine_state
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.resolve import resolve
 from pagedjax.host import scheduler
@@ -32,129 +26,33 @@ from pagedjax.host.policies import find
 from pagedjax.host.replay import replay
 from pagedjax.host.types import HOLE, Request, StepResult, Verified
 from pagedjax.options.config import EngineConfig, Speculative
-from pagedjax.weights.draft_model import write_eagle
 from pagedjax.weights.tree import named, nested
-from tests.device.test_llama import chosen
+from tests.engine.page_kinds import (
+    DELTA,
+    ENGINES,
+    MAMBA,
+    MIXED,
+    Subject,
+    check_same,
+    check_scores,
+    prompts,
+    random_parameters,
+    tokens_of,
+)
 from tests.engine.runs import check_idle, greedy, sampled, small_llm, steps
 from tests.refusals import refused
 
-DELTA = GatedDelta(length=3, heads=4, key_heads=2, key_dim=8, value_dim=12)
-MAMBA = Mamba2(length=4, heads=4, key_heads=2, key_dim=6, value_dim=8)
 pytestmark = pytest.mark.few_optimisations
-KINDS = (
-    LayerKind(mixer=ShortConv(3)),
-    LayerKind(),
-    LayerKind(mixer=DELTA),
-    LayerKind(mixer=MAMBA),
-)
-PARAMS = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True, logprobs=0)
-BEAMS = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny) -> Any:
-    """The tiny model's tokenizer and sizes, with random layers of all kinds."""
-    config = replace(tiny.model.config, kinds=KINDS)
-    return replace(tiny, model=assemble(config, random_parameters(config), "float32"))
-
-
-def random_parameters(config: DecoderConfig) -> dict[str, Any]:
-    """Numbers of a size that keeps activations near 1."""
-    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")), nnx.Param)
-    rng = np.random.default_rng(0)
-
-    def drawn(shape: tuple[int, ...]) -> np.ndarray:
-        numbers = rng.standard_normal(shape).astype(np.float32)
-        return numbers / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.3 * numbers
-
-    leaves = nnx.to_flat_state(state)
-    return nested({".".join(map(str, path)): drawn(leaf.shape) for path, leaf in leaves})
-
-
-def prompts() -> list[list[int]]:
-    """Prompts that share their first 14 tokens."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(3, 320, 14).tolist()
-    return [shared + rng.integers(3, 320, n).tolist() for n in (1, 9, 5, 22)]
-
-
-def tokens_of(llm: LLM, params: SamplingParams = PARAMS, rounds: int = 1) -> list[Any]:
-    """(tokens, log-probability) of each branch. A later round finds prefixes in the cache."""
-    outputs = [output for _ in range(rounds) for output in llm.generate(prompts(), params)]
-    check_idle(llm.engine)
-    branches = [branch for output in outputs for branch in output.outputs]
-    return [(branch.token_ids, branch.cumulative_logprob) for branch in branches]
-
-
-def check_same(results: list[Any], expected: list[Any]) -> None:
-    for (tokens, logprob), (expected_tokens, expected_logprob) in zip(
-        results, expected, strict=True
-    ):
-        assert tokens == expected_tokens
-        chex.assert_trees_all_close(logprob, expected_logprob, atol=1e-3)
+def mixers(tiny) -> Subject:
+    return Subject("mixers", tiny)
 
 
 @pytest.fixture(scope="module")
-def expected(loaded) -> list[Any]:
-    """What one engine gives, with whole prompts and no sharing."""
-    llm = small_llm(loaded, enable_prefix_caching=False, block_size=16, max_num_batched_tokens=128)
-    return tokens_of(llm)
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "small blocks, cut prompts, swapping": {
-        "block_size": 4,
-        "max_num_batched_tokens": 7,
-        "num_blocks": 16,
-        "preemption": "swap",
-        "swap_space_gib": 0.05,
-    },
-    "blocks of a token": {"block_size": 1, "max_num_batched_tokens": 9},
-    "recomputed": {"block_size": 4, "max_num_batched_tokens": 12, "num_blocks": 16},
-    "all blocks kept": {"block_size": 4, "free_window_blocks": False},
-    "drafts": {
-        "block_size": 8,
-        "speculative": {"method": "ngram", "num_tokens": 3},
-        "max_num_batched_tokens": 32,
-    },
-    "no lookahead": {"block_size": 8, "lookahead": 0},
-    "two devices": {"block_size": 8, "mesh": {"tensor": 2}},
-    "a draft model": {"block_size": 4, "max_num_batched_tokens": 24, "num_blocks": 20},
-    "a draft head": {"block_size": 8, "max_num_batched_tokens": 32},
-}
-
-
-def test_tokens_of_a_request_do_not_depend_on_its_company(loaded):
-    """Together they are cut, swapped and copied; alone they find what is in the cache."""
-    llm = small_llm(loaded, **CASES["small blocks, cut prompts, swapping"])
-    together = tokens_of(llm)
-    outputs = [llm.generate([prompt], PARAMS)[0] for prompt in prompts()]
-    assert outputs[-1].num_cached_tokens == 12  # three blocks that all prompts share
-    alone = [branch for output in outputs for branch in output.outputs]
-    check_same([(branch.token_ids, branch.cumulative_logprob) for branch in alone], together)
-
-
-@pytest.fixture(scope="module")
-def drafters(loaded, tiny_folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """By case, a drafter of the device: a model of attention alone, and a head for this model."""
-    ids = np.arange(0, 320, 2)
-    params = train_draft.initial(loaded.model, ids, 1)[1]
-    folder = tmp_path_factory.mktemp("drafters") / "head"
-    head = write_eagle(folder, loaded.model.config, ids.tolist(), params)
-    return {
-        "a draft model": {"method": "draft", "model": str(tiny_folder), "num_tokens": 3},
-        "a draft head": {"method": "eagle", "model": str(head), "num_tokens": 3},
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_do_not_depend_on_how_pages_are_kept(name, loaded, drafters, expected):
-    options = CASES[name]
-    if name in drafters:
-        options = options | {"speculative": drafters[name]}
-    llm = small_llm(loaded, **options)
-    check_same(tokens_of(llm, rounds=2), expected * 2)
+def loaded(mixers) -> Any:
+    return mixers.loaded
 
 
 # draft models -------------------------------------------------------------------------------------
@@ -199,7 +97,7 @@ def drafts_of(results: Sequence[StepResult]) -> tuple[int, int]:
 def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_folder, monkeypatch):
     """Its drafts are what it says alone, although the other layers give blocks back."""
     drafted: list[tuple[list[int], list[int]]] = []
-    original = engine_step.run_drafter
+    original = engine_state.run_drafter
 
     def watched(runtime, sequences, cache, plan):
         result = original(runtime, sequences, cache, plan)
@@ -209,7 +107,7 @@ def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_fo
                 drafted.append((tokens[:length], tokens[length : length + k]))
         return result
 
-    monkeypatch.setattr(engine_step, "run_drafter", watched)
+    monkeypatch.setattr(engine_state, "run_drafter", watched)
     options = {"method": "draft", "model": str(tiny_folder), "num_tokens": 3, "adaptive": False}
     llm = small_llm(near, block_size=4, speculative=options)
     config = llm.engine.scheduler_state.config
@@ -264,7 +162,7 @@ def test_every_draft_of_such_a_model_for_itself_is_accepted(loaded, undrafted):
 @pytest.mark.parametrize(
     "name",
     [
-        "small blocks, cut prompts, swapping",
+        "swapped",
         "recomputed",
         "two devices",
         # other sizes and spans of the same blocks, which have a test without drafts, above
@@ -273,7 +171,7 @@ def test_every_draft_of_such_a_model_for_itself_is_accepted(loaded, undrafted):
     ],
 )
 def test_drafts_of_such_a_model_do_not_depend_on_how_pages_are_kept(name, loaded, undrafted):
-    check_its_own_drafts(drafting_engine(loaded, loaded, **CASES[name]), undrafted)
+    check_its_own_drafts(drafting_engine(loaded, loaded, **ENGINES[name]), undrafted)
 
 
 @pytest.mark.slow
@@ -292,33 +190,8 @@ def test_such_a_model_drafts_for_one_of_attention_alone(tiny, near):
 
 def test_scores_are_the_engines_log_probabilities(loaded):
     """Of texts of several lengths, one of which has more tokens than a block of the recurrence."""
-    texts = [*prompts(), np.random.default_rng(7).integers(3, 320, 80).tolist()]
-    llm = small_llm(loaded, block_size=4)
-    outputs = llm.generate(texts, greedy(6, logprobs=0, prompt_logprobs=0))
-    tokens = np.full((len(texts), 86), 7)
-    expected = np.zeros(tokens.shape, np.float32)
-    lengths = []
-    for i, output in enumerate(outputs):
-        branch = output.outputs[0]
-        text = [*output.prompt_token_ids, *branch.token_ids]
-        assert output.prompt_logprobs
-        entries = [*output.prompt_logprobs[1:], *(branch.logprobs or ())]
-        tokens[i, : len(text)] = text
-        expected[i, 1 : len(text)] = chosen(text[1:], entries)
-        lengths.append(len(text))
-    module = nnx.merge(loaded.model.graphdef, loaded.model.params)
-    scored = score(module, tokens, np.array(lengths))
-    chex.assert_trees_all_close(scored, expected, rtol=0, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_a_beam_search_has_the_same_beams_in_any_blocks(loaded):
-    searches = []
-    for sizes in ({"block_size": 16}, {"block_size": 4, "max_num_batched_tokens": 11}):
-        llm = small_llm(loaded, **sizes)
-        searches.append([output.sequences for output in llm.beam_search(prompts(), BEAMS)])
-    first, second = ([[beam.tokens for beam in beams] for beams in search] for search in searches)
-    assert first == second
+    long_text = np.random.default_rng(7).integers(3, 320, 80).tolist()
+    check_scores(small_llm(loaded, block_size=4), [*prompts(), long_text])
 
 
 @pytest.mark.slow
@@ -419,24 +292,10 @@ def test_a_junction_is_kept_when_a_second_request_comes_to_it(loaded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_preempted_sequences_go_on_behind_kept_states(name, loaded, expected):
-    llm = small_llm(loaded, **CASES["recomputed"], prefix_checkpoints=CHECKPOINTS[name][0])
-    check_same(tokens_of(llm, rounds=2), expected * 2)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a baseline": ({"mixed_steps": False}, "a baseline keeps every block in one table"),
-    "a KV policy": ({"kv_policy": "streaming"}, "whose pages a kv_policy cannot thin out"),
-    "8 bits": ({"kv_cache_dtype": "float8_e4m3fn"}, "whose pages would not become smaller"),
-    "equal bits": ({"batch_invariant": True}, "whose bits may depend on the shapes of a step"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_such_a_model_cannot_have_is_refused(name, loaded):
-    options, text = REFUSED[name]
-    with refused(text):
-        small_llm(loaded, **options)
+def test_preempted_sequences_go_on_behind_kept_states(name, mixers):
+    options = ENGINES["recomputed"] | {"prefix_checkpoints": CHECKPOINTS[name][0]}
+    llm = small_llm(mixers.loaded, **options)
+    check_same(tokens_of(llm, rounds=2), mixers.expected * 2)
 
 
 def test_draft_models_are_refused_what_such_layers_are_refused(loaded, tiny):
@@ -445,7 +304,7 @@ def test_draft_models_are_refused_what_such_layers_are_refused(loaded, tiny):
     baseline = replace(config, mixed_steps=False)
     with refused(r"the draft model has layers without attention \(ShortConv\), and a baseline"):
         resolve(baseline, tiny.model, draft=of_decoder(loaded.model))
-    mixers_alone = replace(loaded.model.config, kinds=(KINDS[0], KINDS[2]))
+    mixers_alone = replace(loaded.model.config, kinds=(MIXED[0], MIXED[2]))
     model = loaded.model._replace(config=mixers_alone)
     with refused("alone, whose blocks are given back, .*; use speculative.method='ngram'"):
         resolve(config, model, draft=of_decoder(tiny.model))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM
 from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BlockSizes, Pages, PageShapes
@@ -22,6 +22,7 @@ from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import Attention, Block, DecoderConfig, LayerKind
 from pagedjax.device.rope import rotate
 from pagedjax.weights.trained import named, nested, whole
+from tests.engine.page_kinds import check_moves, check_same, tokens_of
 from tests.engine.runs import small_llm
 
 SIZES: dict[str, Any] = {
@@ -127,21 +128,6 @@ def with_half_blocks(model: Model) -> Model:
     return assemble(config, nested(named(whole(model))), model.dtype)
 
 
-def answers(llm: LLM) -> list[Any]:
-    """Requests with a shared prefix, and branches that copy a block; too many for the cache."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(3, 320, 14).tolist()
-    prompts = [shared + rng.integers(3, 320, n).tolist() for n in (1, 9, 5)]
-    params = SamplingParams(
-        n=2, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True, logprobs=0
-    )
-    outputs = []
-    for _ in range(2):  # the second time, the prefix is in the cache
-        outputs += llm.generate(prompts, params)
-    branches = [branch for output in outputs for branch in output.outputs]
-    return [(branch.token_ids, branch.cumulative_logprob) for branch in branches]
-
-
 @pytest.fixture(scope="module")
 def llm(tiny) -> LLM:
     return small_llm(replace(tiny, model=with_half_blocks(tiny.model)), **SIZES)
@@ -152,14 +138,9 @@ def test_pages_of_another_shape_are_shared_copied_and_swapped(llm, tiny, tmp_pat
     usual = small_llm(replace(tiny, model=without_half_of_the_values(tiny.model)), **SIZES)
     recording = tmp_path / "run.jsonl"
     llm.engine.record(recording)
-    pairs = zip(answers(llm), answers(usual), strict=True)
+    check_same(tokens_of(llm, rounds=2), tokens_of(usual, rounds=2))
     llm.engine.record(None)
-    for (tokens, logprob), (other_tokens, other_logprob) in pairs:
-        assert tokens == other_tokens
-        chex.assert_trees_all_close(logprob, other_logprob, atol=1e-3)
-    text = recording.read_text()
-    for moved in ("swap_out", "swap_in", "copies"):
-        assert f'"{moved}":[[' in text, moved
+    check_moves(recording)
 
 
 def test_the_memory_of_a_block_is_that_of_its_pages(llm):

@@ -22,22 +22,18 @@ from pagedjax.device import cache
 from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import DecoderConfig, LayerHeads, LayerKind
 from pagedjax.device.models.latent import Latent
-from pagedjax.device.models.mixers.gated_delta import GatedDelta
-from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.engine.geometry import geometry
 from pagedjax.host.kv_policies import ALL
 from pagedjax.host.types import Plan
 from pagedjax.options.config import EngineConfig
 from pagedjax.weights.architectures import FAMILIES, normalised
-from tests.engine.test_mixer_layers import random_parameters
+from tests.engine.page_kinds import DELTA, MAMBA, random_parameters
 from tests.experiments.core.summaries import GREEDY
 from tests.experiments.simulation.test_model_configs import PUBLISHED
 from tests.experiments.simulation.test_simulate import COLUMNS
 
 pytestmark = pytest.mark.few_optimisations
-DELTA = GatedDelta(length=3, heads=4, key_heads=2, key_dim=8, value_dim=12)
-MAMBA = Mamba2(length=4, heads=4, key_heads=2, key_dim=6, value_dim=8)
 FULL = LayerKind()
 WIDE = LayerHeads(heads=3, kv_heads=1, head_dim=64, shared_values=True)
 MODELS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from experiments.training.draft_setup import DraftSetup
 from experiments.training.forward import loss, optax
 from experiments.training.updates import first_state, next_state
 from pagedjax.device.models import assemble
-from tests.engine.test_mixer_layers import KINDS, random_parameters
+from tests.engine.page_kinds import random_parameters, with_mixers
 from tests.experiments.training import test_train_draft, test_train_lora
 from tests.weights.test_family_files import BODY
 from tests.weights.tiny_families import write_family
@@ -43,7 +42,7 @@ HYBRID = {
 @pytest.fixture(scope="module")
 def parts(tiny) -> Any:
     """(structure, parameters, other values) of a model with layers of all kinds."""
-    config = replace(tiny.model.config, kinds=KINDS)
+    config = with_mixers(tiny.model.config)
     model = assemble(config, random_parameters(config), "float32")
     return nnx.split(nnx.merge(model.graphdef, model.params), nnx.Param, ...)
 
