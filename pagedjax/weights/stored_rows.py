@@ -28,6 +28,7 @@ KINDS = BLOCKS | {
     "uint8": BLOCKS["uint8_128"],
     "fp8": BLOCKS["fp8_128"],
 }
+IN_SMALLER_BLOCKS = {5: 8}  # bits of a number where blocks of its own bits are all of one size
 Fits = Callable[[str, str], bool]  # (name of a matrix, format): whether devices have whole blocks
 
 
@@ -80,7 +81,8 @@ def _format_of(tensors: Mapping[str, Tensor], entry: ParamSource, fits: Fits) ->
         return None
     smallest = holding[0]
     # the same numbers in smaller blocks, where a device would have a part of a larger one
-    same_numbers = [x for x in holding if (x.numbers, x.bits) == (smallest.numbers, smallest.bits)]
+    bits = smallest.bits, IN_SMALLER_BLOCKS.get(smallest.bits)
+    same_numbers = [x for x in holding if x.numbers == smallest.numbers and x.bits in bits]
     chosen = next((x for x in same_numbers if fits(name, x.name + suffix)), smallest)
     return chosen.name + suffix
 

@@ -5,7 +5,9 @@ an offset.
 
 It is computed in float32. A row is bytes, block after block. A block has its scale, then its offset
 if it has one, then its numbers: a byte each, with a sign, or two in a byte, the first one in the
-lower half.
+lower half. Numbers of 5 bits have their lower four bits so. Behind these are the highest ones, a word
+of 4 bytes for 32 inputs: bit 4 d + g is that of input 8 g + d. So after a shift by g bits, the bits
+of 8 neighbouring inputs have the places of their digits in a word of 4 bits.
 
 Numbers are integers, or small floats: "e4m3" are float8_e4m3fn, and "e2m1" have a sign, two bits of
 exponent and one of mantissa (OCP Microscaling Formats, 2023). A scale of "e8m0" is a power of two,
@@ -26,14 +28,17 @@ import jax.numpy as jnp
 SCALE_BYTES = {"e8m0": 1, "float16": 2, "float32": 4}
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 NUMBERS = ("integers", "e4m3", "e2m1")
+FIVE = 5  # bits of a number, of which the highest one is apart
+DIGITS_OF_WORD = 8  # of 4 bits
+WORDS_OF_BITS = 4  # words of digits whose highest bits are in one word
 
 
 class Blocks(NamedTuple):
     """How a row is stored.
 
     inputs: of a block.
-    bits: of a number, 4 or 8.
-    zero: what is subtracted from a number of 4 bits.
+    bits: of a number, 4, 5 or 8.
+    zero: what is subtracted from a number of 4 or 5 bits.
     scale: the dtype of scales and offsets.
     offset: whether a block has one.
     numbers: one of NUMBERS.
@@ -63,13 +68,25 @@ class Blocks(NamedTuple):
         return self.scale_bytes * (1 + self.offset) + self.number_bytes
 
     @property
+    def digit_bits(self) -> int:
+        """Bits of a number without the highest one of 5."""
+        return 4 if self.bits == FIVE else self.bits
+
+    @property
+    def digit_bytes(self) -> int:
+        """Bytes of all digits of a block: numbers without the highest bits of those of 5."""
+        return self.inputs * self.digit_bits // 8
+
+    @property
     def segments(self) -> list[tuple[int, int]]:
         """(bytes, bytes of a unit) of the parts of a block. A unit is a scale, an offset, a small
-        float of 8 bits, 4 integers of 8 bits or 8 numbers of 4.
+        float of 8 bits, 4 integers of 8 bits, 8 digits of 4, or the highest bits of 32 numbers of 5.
         """
         scale = self.scale_bytes
         header = [(scale, scale)] * (1 + self.offset)
-        return [*header, (self.number_bytes, 1 if self.numbers == "e4m3" else 4)]
+        digits = self.digit_bytes, 1 if self.numbers == "e4m3" else 4
+        highest = [(self.number_bytes - self.digit_bytes, 4)] if self.bits == FIVE else []
+        return [*header, digits, *highest]
 
     @property
     def integers(self) -> bool:
@@ -78,7 +95,9 @@ class Blocks(NamedTuple):
 
     @property
     def code(self) -> int:
-        """All of it but the name, in one number."""
+        """All of it but the name, in one number. A zero of 16 is carried to the bits, of which there
+        are never 6.
+        """
         code = self.inputs
         last = 2 * NUMBERS.index(self.numbers) + self.offset
         for field in (self.bits, self.zero, self.scale_bytes, last):
@@ -101,10 +120,15 @@ class Blocks(NamedTuple):
     def holds(self, other: Blocks) -> bool:
         """Whether it can store the weights of another format exactly, by `recoded`."""
         widens = self.numbers == NUMBERS[0] and self.bits == 8 and other.numbers != "e4m3"
+        has_numbers = (
+            self.numbers == other.numbers
+            and self.zero >= other.zero
+            and 2**self.bits - self.zero >= 2**other.bits - other.zero
+        )
         return (
             other.inputs % self.inputs == 0
             and self.bits >= other.bits
-            and (widens or (self.numbers, self.zero) == (other.numbers, other.zero))
+            and (widens or has_numbers)
             and self.scale in (other.scale, "float32")
             and self.offset >= other.offset
         )
@@ -115,15 +139,17 @@ BLOCKS = {
     for blocks in (
         Blocks("q4_0", 32, 4, 8, "float16", False),
         Blocks("q4_1", 32, 4, 0, "float16", True),
+        Blocks("q5_0", 32, 5, 16, "float16", False),
+        Blocks("q5_1", 32, 5, 0, "float16", True),
         Blocks("q8_0", 32, 8, 0, "float16", False),
         Blocks("q4_k", 32, 4, 0, "float32", True),
-        Blocks("q5_k", 32, 8, 0, "float32", True),
+        Blocks("q5_k", 32, 5, 0, "float32", True),
         Blocks("q6_k", 16, 8, 0, "float32", False),
         Blocks("any", 16, 8, 0, "float32", True),  # holds all but small floats of 8 bits
         *[Blocks(f"int4_{n}", n, 4, 8, "float32", False) for n in (128, 64, 32)],
         *[Blocks(f"uint4_{n}", n, 4, 0, "float32", True) for n in (128, 64)],
         *[Blocks(f"int8_{n}", n, 8, 0, "float32", False) for n in (128, 32)],
-        Blocks("uint8_128", 128, 8, 0, "float32", True),
+        *[Blocks(f"uint8_{n}", n, 8, 0, "float32", True) for n in (128, 32)],
         *[Blocks(f"fp8_{n}", n, 8, 0, "float32", False, "e4m3") for n in (128, 32)],
         Blocks("mxfp4", 32, 4, 0, "e8m0", False, "e2m1"),
     )
@@ -155,11 +181,46 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     if blocks.bits == 8:
         dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
         return Parts(numbers.view(dtype), scales, offsets)
-    pairs = xp.stack([numbers & 15, numbers >> 4], axis=-1)
-    numbers = pairs.reshape(*numbers.shape[:-1], -1).astype("int8")
+    if blocks.bits == FIVE:
+        digits = _halves(numbers[..., : blocks.digit_bytes], xp)
+        digits = digits | _highest_bits(numbers[..., blocks.digit_bytes :], xp) << 4
+    else:
+        digits = _halves(numbers, xp)
+    numbers = digits.astype("int8")
     if blocks.numbers == "e2m1":
         return Parts(_doubled(numbers, xp), scales, offsets)
     return Parts(numbers - xp.int8(blocks.zero), scales, offsets)
+
+
+def _halves(packed: Any, xp: Any) -> Any:
+    """The digits of 4 bits [..., 2 n] of bytes [..., n]."""
+    pairs = xp.stack([packed & 15, packed >> 4], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def _in_halves(digits: Any) -> Any:
+    """The inverse of `_halves`."""
+    return digits[..., ::2] | digits[..., 1::2] << 4
+
+
+def _highest_bits(packed: Any, xp: Any) -> Any:
+    """The highest bits [..., inputs] of numbers of 5 bits, of the bytes [..., inputs / 8] of their
+    words.
+    """
+    digits = _halves(packed, xp).reshape(*packed.shape[:-1], -1, 1, DIGITS_OF_WORD)
+    bits = digits >> _shifts(xp) & 1
+    return bits.reshape(*packed.shape[:-1], -1)
+
+
+def _words_of_bits(bits: Any, xp: Any) -> Any:
+    """The inverse of `_highest_bits`."""
+    cells = bits.reshape(*bits.shape[:-1], -1, WORDS_OF_BITS, DIGITS_OF_WORD)
+    digits = (cells << _shifts(xp)).sum(-2, dtype="uint8")
+    return _in_halves(digits.reshape(*bits.shape[:-1], -1))
+
+
+def _shifts(xp: Any) -> Any:
+    return xp.arange(WORDS_OF_BITS, dtype="uint8")[:, None]
 
 
 def _scales_of(cells: Any, blocks: Blocks) -> Any:
@@ -211,7 +272,10 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
             digits = (magnitudes + 8 * (numbers < 0)).astype("uint8")
         else:
             digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
-        cells.append(digits[..., ::2] | digits[..., 1::2] << 4)
+        if blocks.bits == FIVE:
+            cells += [_in_halves(digits & 15), _words_of_bits(digits >> 4, xp)]
+        else:
+            cells.append(_in_halves(digits))
     rows = xp.concatenate(cells, axis=-1)
     return rows.reshape(*rows.shape[:-2], -1)
 

@@ -29,9 +29,9 @@ ON_CPU = pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not inst
 ERROR = {"float32": 3e-6, "bfloat16": 2**-7}  # bfloat16: of x and of XLA's weights
 MOST = {
     "reference": ["q4_1", "q6_k", "fp8_32"],
-    "xla": ["q4_0", "any", "uint4_128", "mxfp4"],
-    "pallas_tpu": ["int4_128", "uint4_64", "q4_1", "fp8_32", "int8_128", "any"],
-    "pallas_gpu": ["int4_128", "uint4_64", "q4_1", "fp8_32"],
+    "xla": ["q4_0", "q5_1", "any", "uint4_128", "mxfp4"],
+    "pallas_tpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "int8_128", "any"],
+    "pallas_gpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32"],
 }
 
 
@@ -41,7 +41,9 @@ def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Pa
     """
     rng = np.random.default_rng(seed)
     cells = outputs, inputs // blocks.inputs
-    first, last = (-127, 128) if blocks.bits == 8 else (-blocks.zero, 16 - blocks.zero)
+    first, last = (-127, 128)
+    if blocks.bits < 8:
+        first, last = -blocks.zero, 2**blocks.bits - blocks.zero
     numbers = rng.integers(first, last, (*cells, blocks.inputs)).astype(np.int8)
     if blocks.numbers == "e4m3":
         numbers = np.where(numbers & 127 == 127, 3, numbers).astype(np.int8)  # those are NaN
@@ -112,6 +114,24 @@ def test_rows_have_the_parts_that_they_were_made_of(name):
     assert BLOCKS["any"].holds(blocks) == (blocks.numbers != "e4m3")
 
 
+def test_the_highest_bits_of_5_are_a_shift_away_from_their_digits():
+    blocks = BLOCKS["q5_0"]
+    numbers = np.full((1, 1, 32), -16, np.int8)
+    for number, place in ((0, 0), (7, 28), (8, 1), (30, 27), (31, 31)):  # of the input; in the word
+        parts = Parts(numbers.copy(), np.ones((1, 1), np.float32), None)
+        parts.numbers[0, 0, number] = 15
+        row = rows_of_parts(parts, blocks, np)
+        chex.assert_shape(row, (1, 2 + 16 + 4))
+        assert row[0, 18:].view("<u4") == 1 << place
+        digits = [15 << number % 2 * 4 if byte == number // 2 else 0 for byte in range(16)]
+        assert row[0, 2:18].tolist() == digits
+
+
+def test_a_variant_of_the_kernel_is_of_one_format():
+    same = [x._replace(name="") for x in BLOCKS.values()]
+    assert len({x.code for x in BLOCKS.values()}) == len(set(same)) == len(BLOCKS)
+
+
 @pytest.mark.parametrize("impl", EXACT)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_packed_rows_are_unpacked_and_found(name, impl):
@@ -164,12 +184,13 @@ def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
 # all cases of an encoding with zeros, of one with large blocks, and of one of small floats; of the
 # others, one token and several
 SLOW = {(name, case_name) for name in BLOCKS for case_name in ("a token", "deep")} | {
-    (name, case_name) for name in ("q5_k", "int4_128", "fp8_32") for case_name in CASES
+    (name, case_name) for name in ("q5_1", "int4_128", "fp8_32") for case_name in CASES
 }
 # a second of compilation for each format, and one more for low rank
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a chunk", "deep")),
     *(("q4_0", name, "bfloat16") for name in ("a chunk", "gates")),
+    *(("q5_0", name, "float32") for name in ("a token", "a chunk", "gates")),
     *(("fp8_128", name, "float32") for name in ("a chunk", "rows")),
     *(("mxfp4", name, "float32") for name in ("a token", "experts")),
 }
@@ -194,9 +215,10 @@ def test_the_cpu_kernel_has_the_bits_of_the_restored_weights(name, case_name, dt
 
 
 @ON_CPU
-def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it():
+@pytest.mark.parametrize("name", ["q4_1", "q5_0"])
+def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(name):
     options: dict[str, Any] = {"activation": "silu", "norm": False}
-    arguments, _ = in_blocks(case(512, 576, 960, **options), BLOCKS["q4_1"])
+    arguments, _ = in_blocks(case(512, 576, 960, **options), BLOCKS[name])
     output = run(arguments, "cpu")
     for first, last in ((0, 1), (100, 107), (3, 67), (511, 512)):
         alone = run({**arguments, "x": arguments["x"][first:last]}, "cpu")
@@ -220,8 +242,8 @@ PROGRAM = """
 from tests.pallas_kernels.test_linear_blocks import CASES, assert_bits_of_floats
 from pallas_kernels.linear.cpu import small_floats, vectors
 print(vectors.COLUMNS, small_floats.HAS_HALVES)
-for name in ("q4_0", "q4_1", "q8_0", "q6_k", "fp8_32", "mxfp4"):
-    for case_name in CASES if name == "q4_1" else ("a token", "deep"):
+for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k", "fp8_32", "mxfp4"):
+    for case_name in CASES if name in ("q4_1", "q5_1") else ("a token", "deep"):
         assert_bits_of_floats(name, case_name, "float32")
 """
 

@@ -76,11 +76,12 @@ def assert_rounded(stored: dict[str, Any], floats: dict[str, Any], blocks: Block
 # all cases of an encoding with small blocks, and of one with large ones; of the others, one token
 # and several
 SLOW = {(name, case_name) for name in INTEGERS for case_name in ("a token", "deep")} | {
-    (name, case_name) for name in ("q6_k", "int8_128") for case_name in CASES
+    (name, case_name) for name in ("q5_1", "q6_k", "int8_128") for case_name in CASES
 }
 # a second of compilation for each format, and one more for low rank
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a token", "deep")),
+    *(("q5_0", name, "float32") for name in ("a token", "deep", "gates")),
     ("q4_0", "a chunk", "bfloat16"),
     ("any", "rows", "float32"),
     ("int4_128", "experts", "float32"),
@@ -196,8 +197,8 @@ PROGRAM = """
 from tests.pallas_kernels.test_linear_rounded import CASES, assert_product_of_rounded_tokens
 from pallas_kernels.linear.cpu import vectors
 print(vectors.COLUMNS)
-for name in ("q4_0", "q4_1", "q8_0", "q6_k"):
-    for case_name in CASES if name == "q4_1" else ("a token", "deep"):
+for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k"):
+    for case_name in CASES if name in ("q4_1", "q5_1") else ("a token", "deep"):
         assert_product_of_rounded_tokens(name, case_name, "float32")
 """
 

@@ -35,6 +35,7 @@ PROMPTS = [list(range(3, 40)), [7, 8, 9]]
 GREEDY = greedy(8)
 # queries, keys and values are one matrix, which holds two encodings
 MIXED = {"": "Q4_1", "v_proj": "Q5_0", "embed": "Q8_0", "down_proj": "Q4_0", "0.mlp.up": "F16"}
+MIXED |= {"o_proj": "Q5_0"}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_no_number_of_a_file_is_rounded(encoding):
     chex.assert_trees_all_equal(values.view(np.int32), expected.view(np.int32))
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
 def test_floats_are_rounded_as_the_gguf_package_rounds_them(name):
     kind = GGMLQuantizationType[name.upper()]
     matrix = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
@@ -103,13 +104,14 @@ def test_each_matrix_has_the_format_of_its_encoding_and_the_numbers_of_the_file(
     assert isinstance(model.config.stored, tuple)
     formats = dict(model.config.stored)
     for layer in range(2):
-        assert formats[f"blocks.{layer}.attn.qkv.weight"] == "q5_k"  # holds Q4_1 and Q5_0
-        assert formats[f"blocks.{layer}.attn.out.weight"] == "q4_1"
+        assert formats[f"blocks.{layer}.attn.qkv.weight"] == "uint8_32"  # holds Q4_1 and Q5_0
+        assert formats[f"blocks.{layer}.attn.out.weight"] == "q5_0"
         assert formats[f"blocks.{layer}.mlp.down.weight"] == "q4_0"
     assert formats["blocks.1.mlp.up.weight"] == "q4_1"
     assert "blocks.0.mlp.up.weight" not in formats  # F16 beside Q4_1
     assert formats["embed"] == "q8_0"
-    assert dtypes_of(model.config.stored, "float32") == ["float32", "q4_0", "q4_1", "q5_k", "q8_0"]
+    dtypes = ["float32", "q4_0", "q4_1", "q5_0", "q8_0", "uint8_32"]
+    assert dtypes_of(model.config.stored, "float32") == dtypes
     assert (model.weight_dtype, model.dtype) == ("stored", "float32")
     params = {name: np.asarray(x) for name, x in named(model.params).items()}
     widened = named(load_model(file).model.params)
@@ -220,7 +222,7 @@ def test_what_cannot_be_stored_is_refused(file, tmp_path, tiny, tiny_folder):
     stored = load_model(file, weight_dtype="stored")
     floats = load_model(file, linear_impl="xla").model
     with refused(
-        "floats are not rounded to q5_k here, only to q4_0, q4_1, q8_0, .*; give the matrix"
+        "floats are not rounded to uint8_32 here, only to q4_0, q4_1, q8_0, .*; give the matrix"
     ):
         LLM(stored, **SMALL).update_params(floats.params)
     with refused("weight_dtype is 'int8', but the model was loaded with 'stored'; load it again"):

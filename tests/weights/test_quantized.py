@@ -42,7 +42,7 @@ FORMATS = {
     "awq": "q4_k",
     "gptq, 4 bits": "int4_64",
     "gptq, act-order": "q4_k_ordered",
-    "gptq, 8 bits": "q5_k",
+    "gptq, 8 bits": "uint8_32",
     "gptq, 8 bits, symmetric": "int8_128",
     "packed": "int4_128",
     "packed, asymmetric": "uint4_64",

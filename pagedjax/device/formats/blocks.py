@@ -71,20 +71,23 @@ def _inverse(scales: np.ndarray) -> np.ndarray:
     return np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
 
 
-def _q4_0(cells: np.ndarray) -> Parts:
-    """The number of largest magnitude in a block becomes -8."""
+def _around_zero(cells: np.ndarray, bits: int = 4) -> Parts:
+    """The number of largest magnitude in a block becomes the least one of so many bits: -8."""
+    least = -(2 ** (bits - 1))
     places = np.abs(cells).argmax(-1, keepdims=True)
-    scales = np.take_along_axis(cells, places, -1)[..., 0] / np.float32(-8)
-    numbers = np.trunc(cells * _inverse(scales)[..., None] + np.float32(8.5)).clip(0, 15) - 8
+    scales = np.take_along_axis(cells, places, -1)[..., 0] / np.float32(least)
+    digits = np.trunc(cells * _inverse(scales)[..., None] + np.float32(0.5 - least))
+    numbers = digits.clip(0, 2**bits - 1) + least
     return Parts(numbers.astype(np.int8), scales, None)
 
 
-def _q4_1(cells: np.ndarray) -> Parts:
-    """The smallest number of a block becomes 0, and the largest 15."""
+def _above_offset(cells: np.ndarray, bits: int = 4) -> Parts:
+    """The smallest number of a block becomes 0, and the largest that of so many bits: 15."""
+    largest = 2**bits - 1
     offsets = cells.min(-1)
-    scales = (cells.max(-1) - offsets) / np.float32(15)
+    scales = (cells.max(-1) - offsets) / np.float32(largest)
     steps = (cells - offsets[..., None]) * _inverse(scales)[..., None]
-    numbers = np.trunc(steps + np.float32(0.5)).clip(0, 15)
+    numbers = np.trunc(steps + np.float32(0.5)).clip(0, largest)
     return Parts(numbers.astype(np.int8), scales, offsets)
 
 
@@ -179,14 +182,13 @@ def _uint8(cells: np.ndarray) -> Parts:
 
 # Formats to which floats are rounded
 ROUNDED = {
-    "q4_0": _q4_0,
-    "q4_1": _q4_1,
+    "q4_0": _around_zero,
+    "q5_0": partial(_around_zero, bits=5),
     "q8_0": _q8_0,
-    "q4_k": _q4_1,
-    "uint4_128": _q4_1,
-    "uint4_64": _q4_1,
     "uint8_128": _uint8,
     "mxfp4": _mxfp4,
+    **dict.fromkeys(("q4_1", "q4_k", "uint4_128", "uint4_64"), _above_offset),
+    **dict.fromkeys(("q5_1", "q5_k"), partial(_above_offset, bits=5)),
     **dict.fromkeys(("int4_128", "int4_64", "int4_32"), partial(symmetric, bits=4)),
     **dict.fromkeys(("int8_128", "int8_32"), partial(symmetric, bits=8)),
     **dict.fromkeys(("fp8_128", "fp8_32"), float8),

@@ -23,7 +23,7 @@ def group_inputs(blocks: Blocks) -> int:
 
 def digit_zero(blocks: Blocks) -> int:
     """Returns the digit of a number that is 0."""
-    return blocks.zero if blocks.bits == 4 else MIDDLE_DIGIT
+    return MIDDLE_DIGIT if blocks.bits == 8 else blocks.zero
 
 
 def group_words(blocks: Blocks) -> int:

@@ -12,7 +12,7 @@ an output has the same bits in a tile of any width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from pallas_kernels.linear.cpu.vectors import (
     VECTORS,
     WIDE_CPU,
     byte_at,
+    digit_bytes,
     fetch_lines,
     header,
 )
@@ -63,7 +64,7 @@ SMALLEST = 1e-30
 MOST_IN_REGISTERS = 8
 INTEGERS = ir.VectorType(INT32, FULL)
 ROUNDING = 1.5 * 2.0**23  # added to a number, it leaves the nearest integer in the lowest bits
-# Inputs in the order in which words of digits of 4 bits have them: even ones, then odd ones
+# Inputs in the order in which words of digits of 4 or 5 bits have them: even ones, then odd ones
 FOUR_BIT_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -143,15 +144,9 @@ def round_row(builder, kind, row, inputs):
 # --- the product ----------------------------------------------------------------------------------
 
 
-def _integer_splat(builder: Any, value: Any) -> Any:
-    undefined = ir.Constant(INTEGERS, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(INT32, 0))
-    return shuffle(builder, first, undefined, [0] * FULL)
-
-
 def _word(builder: Any, address: Any) -> Any:
     """Returns an int32 at an address, in all lanes."""
-    return _integer_splat(builder, builder.load(pointer(builder, address, INT32), align=4))
+    return splat(builder, builder.load(pointer(builder, address, INT32), align=4), FULL)
 
 
 def _dots_of_pairs(builder: Any, digits: Any, numbers: Any) -> list[Any]:
@@ -202,16 +197,19 @@ def _add_dots(builder: Any, digits: Any, numbers: Any, totals: Any) -> Any:
     return totals
 
 
-def _digit_words(builder: Any, blocks: Blocks, address: Any) -> list[Any]:
-    """Returns the digits of 16 words of a panel: a vector of bytes for each four inputs."""
+def _digit_words(
+    builder: Any, blocks: Blocks, numbers: Any, unit: Any, vector: int
+) -> Sequence[Any]:
+    """Returns the digits of 16 words of a panel: a vector of bytes for each four inputs.
+
+    numbers: address of the panel's numbers of the group. unit: which [32] words.
+    """
+    if blocks.bits < 8:
+        return digit_bytes(builder, blocks, numbers, unit, vector)
+    place = ir.Constant(WORD, 4 * FULL * vector)
+    address = byte_at(builder, builder.add(numbers, place), unit, 4 * PANEL)
     words = builder.load(pointer(builder, address, INTEGERS), align=4)
-    if blocks.bits == 8:
-        return [builder.xor(words, uniform(INTEGERS, 0x80808080))]
-    mask = uniform(INTEGERS, 0x0F0F0F0F)
-    return [
-        builder.and_(words, mask),
-        builder.and_(builder.lshr(words, uniform(INTEGERS, 4)), mask),
-    ]
+    return [builder.xor(words, uniform(INTEGERS, 0x80808080))]
 
 
 def _add_group(
@@ -242,16 +240,10 @@ def _add_group(
             start = _word(builder, word_at(zero_place, c))
         for total in row:
             builder.store(start, total)
-    unit_words = 8 // blocks.bits  # words of x for a vector of words of the panel
+    unit_words = 8 // blocks.digit_bits  # words of x for a vector of words of the panel
     units = bytes_end // unit_words
     with each_index(builder, ir.Constant(WORD, units)) as unit:
-        unit_address = byte_at(builder, numbers, unit, 4 * PANEL)
-        digits = [
-            _digit_words(
-                builder, blocks, builder.add(unit_address, ir.Constant(WORD, 4 * FULL * v))
-            )
-            for v in vectors
-        ]
+        digits = [_digit_words(builder, blocks, numbers, unit, v) for v in vectors]
         unit_x = byte_at(builder, x, unit, 4 * columns * unit_words)
         for word, words_of_vectors in enumerate(zip(*digits, strict=True)):
             for c, row in enumerate(sums):

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.linear.blocks import BLOCKS
+from pallas_kernels.linear.blocks import BLOCKS, FIVE
 from pallas_kernels.linear.cpu import small_floats
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
@@ -88,12 +88,61 @@ def _widened_pairs(builder, w, index, vector):
 # of the exponent; then the power is subtracted, which is exact. The last three digits are not in
 # the mantissa, so the word is shifted.
 
+# The highest bits of numbers of 5 bits come to their digits where these are in bytes, those of even
+# inputs and those of odd ones. Each byte is a digit of 5 bits then. The last one is not in the mantissa.
+
 WORD_NUMBERS = 8
 DIGIT_BITS = 4
 MANTISSA_BITS = 23
 DIGITS_IN_MANTISSA = 5
 SHIFTED_DIGITS = 3  # by so many digits
 BYTES_OF_WORD = 4  # numbers of 8 bits are in words of four
+BYTES_IN_MANTISSA = 3
+WORDS = ir.VectorType(INT32, FULL)
+
+
+def digit_bytes(builder, blocks, numbers, part, vector):
+    """Returns the digits of 8 inputs of a block for 16 outputs, as bytes of int32: those of even
+    inputs, then those of odd ones.
+
+    numbers: address of those of the block, of 4 or 5 bits. part: which 8 inputs.
+    """
+    place = ir.Constant(WORD, 4 * FULL * vector)
+    address = byte_at(builder, builder.add(numbers, place), part, 4 * PANEL)
+    words = builder.load(pointer(builder, address, WORDS), align=4)
+    mask = uniform(WORDS, 0x0F0F0F0F)
+    even = builder.and_(words, mask)
+    odd = builder.and_(builder.lshr(words, uniform(WORDS, DIGIT_BITS)), mask)
+    if blocks.bits != FIVE:
+        return even, odd
+    address = builder.add(numbers, ir.Constant(WORD, PANEL * blocks.digit_bytes + 4 * FULL * vector))
+    highest = builder.load(pointer(builder, address, WORDS), align=4)
+    highest = builder.lshr(highest, splat(builder, builder.trunc(part, INT32), FULL))
+    fifth = uniform(WORDS, 0x10101010)
+    beside_even = builder.and_(builder.shl(highest, uniform(WORDS, DIGIT_BITS)), fifth)
+    return builder.or_(even, beside_even), builder.or_(odd, builder.and_(highest, fifth))
+
+
+def _five_bit_digits(builder, blocks, numbers, part, vector):
+    """Returns the numbers of 8 inputs of a block of 5 bits, for 16 outputs: a vector for each.
+
+    The operands are those of `digit_bytes`.
+    """
+    by_parity = []
+    for digits in digit_bytes(builder, blocks, numbers, part, vector):
+        shifted = builder.lshr(digits, uniform(WORDS, 8))
+        vectors = []
+        for byte in range(BYTES_OF_WORD):
+            in_mantissa = byte < BYTES_IN_MANTISSA
+            place = 8 * byte if in_mantissa else 8 * (byte - 1)
+            power = float(2 ** (MANTISSA_BITS - place))
+            exponent = int(np.float32(power).view(np.int32))
+            bits = builder.and_(digits if in_mantissa else shifted, uniform(WORDS, 31 << place))
+            bits = builder.or_(bits, uniform(WORDS, exponent))
+            number = builder.bitcast(bits, float_vector(FULL))
+            vectors.append(builder.fsub(number, constant(power + blocks.zero)))
+        by_parity.append(vectors)
+    return [number for pair in zip(*by_parity, strict=True) for number in pair]
 
 
 def _digits(builder, address, zero):
@@ -167,9 +216,12 @@ def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
     numbers: address of those of the block. index: of the 8 inputs.
     """
     start = builder.add(
-        numbers, builder.mul(index, ir.Constant(WORD, WORD_NUMBERS * PANEL * blocks.bits // 8))
+        numbers,
+        builder.mul(index, ir.Constant(WORD, WORD_NUMBERS * PANEL * blocks.digit_bits // 8)),
     )
-    if blocks.bits == 4:
+    if blocks.bits == FIVE:
+        vectors = _five_bit_digits(builder, blocks, numbers, index, vector)
+    elif blocks.bits == 4:
         address = builder.add(start, ir.Constant(WORD, 4 * FULL * vector))
         if blocks.numbers == "e2m1":
             words = builder.load(pointer(builder, address, ir.VectorType(INT32, FULL)), align=4)

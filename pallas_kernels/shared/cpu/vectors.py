@@ -87,7 +87,7 @@ def shuffle(builder, a, b, lanes):
 
 
 def splat(builder, value, lanes):
-    undefined = ir.Constant(float_vector(lanes), ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     return shuffle(
         builder,
         builder.insert_element(undefined, value, ir.Constant(INT32, 0)),
