@@ -184,9 +184,20 @@ def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
     message = (
         r"blocks.0.attn.out.weight is stored in blocks of 32 inputs \(q4_1\), and on 4 devices "
     )
-    narrow = tiny_gguf(tmp_path / "narrow.gguf", tiny_llama(tmp_path / "narrow"), matrices="Q4_1")
+    narrow_folder = tiny_llama(tmp_path / "narrow", intermediate=128)
+    narrow = tiny_gguf(tmp_path / "narrow.gguf", narrow_folder, matrices="Q4_1")
     with refused(message + "each has 16 of its inputs"):
         load_model(narrow, weight_dtype="stored", mesh={"tensor": 4})
+    # numbers of 5 bits are in 8 there, of which there are blocks of 16 inputs
+    five = tiny_gguf(tmp_path / "five.gguf", narrow_folder, matrices="Q5_0")
+    split = load_model(five, weight_dtype="stored", mesh={"tensor": 4}).model
+    formats = dict(split.config.stored)
+    names = "blocks.0.attn.out.weight", "blocks.0.mlp.up.weight"
+    assert [formats[name] for name in names] == ["q6_k", "q5_0"]
+    chex.assert_trees_all_equal(*[
+        restored(x.config.stored, {n: np.asarray(v) for n, v in named(whole(x)).items()}, names[0])
+        for x in (split, load_model(five, weight_dtype="stored").model)
+    ])
 
 
 def test_new_values_are_rounded_or_taken_as_they_are(untied_file):
@@ -222,7 +233,7 @@ def test_what_cannot_be_stored_is_refused(file, tmp_path, tiny, tiny_folder):
     stored = load_model(file, weight_dtype="stored")
     floats = load_model(file, linear_impl="xla").model
     with refused(
-        "floats are not rounded to uint8_32 here, only to q4_0, q4_1, q8_0, .*; give the matrix"
+        "floats are not rounded to uint8_32 here, only to q4_0, q4_1, q5_0, .*; give the matrix"
     ):
         LLM(stored, **SMALL).update_params(floats.params)
     with refused("weight_dtype is 'int8', but the model was loaded with 'stored'; load it again"):

@@ -183,12 +183,16 @@ def _uint8(cells: np.ndarray) -> Parts:
 # Formats to which floats are rounded
 ROUNDED = {
     "q4_0": _around_zero,
+    "q4_1": _above_offset,
     "q5_0": partial(_around_zero, bits=5),
+    "q5_1": partial(_above_offset, bits=5),
     "q8_0": _q8_0,
+    "q4_k": _above_offset,
+    "q5_k": partial(_above_offset, bits=5),
+    "uint4_128": _above_offset,
+    "uint4_64": _above_offset,
     "uint8_128": _uint8,
     "mxfp4": _mxfp4,
-    **dict.fromkeys(("q4_1", "q4_k", "uint4_128", "uint4_64"), _above_offset),
-    **dict.fromkeys(("q5_1", "q5_k"), partial(_above_offset, bits=5)),
     **dict.fromkeys(("int4_128", "int4_64", "int4_32"), partial(symmetric, bits=4)),
     **dict.fromkeys(("int8_128", "int8_32"), partial(symmetric, bits=8)),
     **dict.fromkeys(("fp8_128", "fp8_32"), float8),
