@@ -28,7 +28,6 @@ import jax.numpy as jnp
 SCALE_BYTES = {"e8m0": 1, "float16": 2, "float32": 4}
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 NUMBERS = ("integers", "e4m3", "e2m1")
-FIVE = 5  # bits of a number, of which the highest one is apart
 DIGITS_OF_WORD = 8  # of 4 bits
 WORDS_OF_BITS = 4  # words of digits whose highest bits are in one word
 
@@ -68,13 +67,18 @@ class Blocks(NamedTuple):
         return self.scale_bytes * (1 + self.offset) + self.number_bytes
 
     @property
+    def is_split(self) -> bool:
+        """Whether the highest bit of a number is apart from the others."""
+        return self.bits == 5
+
+    @property
     def digit_bits(self) -> int:
-        """Bits of a number without the highest one of 5."""
-        return 4 if self.bits == FIVE else self.bits
+        """Bits of a number that are together."""
+        return self.bits - self.is_split
 
     @property
     def digit_bytes(self) -> int:
-        """Bytes of all digits of a block: numbers without the highest bits of those of 5."""
+        """Bytes of the numbers of a block without the bits that are apart."""
         return self.inputs * self.digit_bits // 8
 
     @property
@@ -85,7 +89,7 @@ class Blocks(NamedTuple):
         scale = self.scale_bytes
         header = [(scale, scale)] * (1 + self.offset)
         digits = self.digit_bytes, 1 if self.numbers == "e4m3" else 4
-        highest = [(self.number_bytes - self.digit_bytes, 4)] if self.bits == FIVE else []
+        highest = [(self.number_bytes - self.digit_bytes, 4)] if self.is_split else []
         return [*header, digits, *highest]
 
     @property
@@ -181,7 +185,7 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     if blocks.bits == 8:
         dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
         return Parts(numbers.view(dtype), scales, offsets)
-    if blocks.bits == FIVE:
+    if blocks.is_split:
         digits = _halves(numbers[..., : blocks.digit_bytes], xp)
         digits = digits | _highest_bits(numbers[..., blocks.digit_bytes :], xp) << 4
     else:
@@ -272,7 +276,7 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
             digits = (magnitudes + 8 * (numbers < 0)).astype("uint8")
         else:
             digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
-        if blocks.bits == FIVE:
+        if blocks.is_split:
             cells += [_in_halves(digits & 15), _words_of_bits(digits >> 4, xp)]
         else:
             cells.append(_in_halves(digits))

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.linear.blocks import BLOCKS, FIVE
+from pallas_kernels.linear.blocks import BLOCKS
 from pallas_kernels.linear.cpu import small_floats
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
@@ -113,7 +113,7 @@ def digit_bytes(builder, blocks, numbers, part, vector):
     mask = uniform(WORDS, 0x0F0F0F0F)
     even = builder.and_(words, mask)
     odd = builder.and_(builder.lshr(words, uniform(WORDS, DIGIT_BITS)), mask)
-    if blocks.bits != FIVE:
+    if not blocks.is_split:
         return even, odd
     address = builder.add(numbers, ir.Constant(WORD, PANEL * blocks.digit_bytes + 4 * FULL * vector))
     highest = builder.load(pointer(builder, address, WORDS), align=4)
@@ -219,7 +219,7 @@ def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
         numbers,
         builder.mul(index, ir.Constant(WORD, WORD_NUMBERS * PANEL * blocks.digit_bits // 8)),
     )
-    if blocks.bits == FIVE:
+    if blocks.is_split:
         vectors = _five_bit_digits(builder, blocks, numbers, index, vector)
     elif blocks.bits == 4:
         address = builder.add(start, ir.Constant(WORD, 4 * FULL * vector))
