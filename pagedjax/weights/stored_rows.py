@@ -28,7 +28,6 @@ KINDS = BLOCKS | {
     "uint8": BLOCKS["uint8_128"],
     "fp8": BLOCKS["fp8_128"],
 }
-IN_SMALLER_BLOCKS = {5: 8}  # bits of a number where blocks of its own bits are all of one size
 Fits = Callable[[str, str], bool]  # (name of a matrix, format): whether devices have whole blocks
 
 
@@ -80,9 +79,13 @@ def _format_of(tensors: Mapping[str, Tensor], entry: ParamSource, fits: Fits) ->
     if not holding or (suffix and not _have_one_order(name, rows)):
         return None
     smallest = holding[0]
-    # the same numbers in smaller blocks, where a device would have a part of a larger one
-    bits = smallest.bits, IN_SMALLER_BLOCKS.get(smallest.bits)
-    same_numbers = [x for x in holding if x.numbers == smallest.numbers and x.bits in bits]
+    # the same numbers in smaller blocks, where a device would have a part of a larger one; those of
+    # 5 bits have more bits there
+    same_numbers = [
+        x
+        for x in holding
+        if x.numbers == smallest.numbers and (x.bits == smallest.bits or smallest.bits_apart)
+    ]
     chosen = next((x for x in same_numbers if fits(name, x.name + suffix)), smallest)
     return chosen.name + suffix
 

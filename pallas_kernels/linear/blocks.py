@@ -5,9 +5,9 @@ an offset.
 
 It is computed in float32. A row is bytes, block after block. A block has its scale, then its offset
 if it has one, then its numbers: a byte each, with a sign, or two in a byte, the first one in the
-lower half. Numbers of 5 bits have their lower four bits so. Behind these are the highest ones, a word
-of 4 bytes for 32 inputs: bit 4 d + g is that of input 8 g + d. So after a shift by g bits, the bits
-of 8 neighbouring inputs have the places of their digits in a word of 4 bits.
+lower half. Numbers of 5 or 6 bits have their lower four bits so. Behind these are the n highest ones
+(1 or 2), in words of 4 bytes for 32 / n inputs: those of input 8 g + d begin at bit 4 d + n g. So a
+shift by n g bits brings those of 8 neighbouring inputs to the places that their digits have in a word.
 
 Numbers are integers, or small floats: "e4m3" are float8_e4m3fn, and "e2m1" have a sign, two bits of
 exponent and one of mantissa (OCP Microscaling Formats, 2023). A scale of "e8m0" is a power of two,
@@ -28,16 +28,16 @@ import jax.numpy as jnp
 SCALE_BYTES = {"e8m0": 1, "float16": 2, "float32": 4}
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 NUMBERS = ("integers", "e4m3", "e2m1")
-DIGITS_OF_WORD = 8  # of 4 bits
-WORDS_OF_BITS = 4  # words of digits whose highest bits are in one word
+DIGIT_BITS = 4  # of a number, or the lower ones of one that has a few more
+DIGITS_OF_WORD = 8
 
 
 class Blocks(NamedTuple):
     """How a row is stored.
 
     inputs: of a block.
-    bits: of a number, 4, 5 or 8.
-    zero: what is subtracted from a number of 4 or 5 bits.
+    bits: of a number, 4, 5, 6 or 8.
+    zero: what is subtracted from a number of less than 8 bits.
     scale: the dtype of scales and offsets.
     offset: whether a block has one.
     numbers: one of NUMBERS.
@@ -67,14 +67,14 @@ class Blocks(NamedTuple):
         return self.scale_bytes * (1 + self.offset) + self.number_bytes
 
     @property
-    def is_split(self) -> bool:
-        """Whether the highest bit of a number is apart from the others."""
-        return self.bits == 5
+    def bits_apart(self) -> int:
+        """The number of the highest bits of a number that are apart from the others."""
+        return self.bits - DIGIT_BITS if self.bits < 8 else 0
 
     @property
     def digit_bits(self) -> int:
         """Bits of a number that are together."""
-        return self.bits - self.is_split
+        return self.bits - self.bits_apart
 
     @property
     def digit_bytes(self) -> int:
@@ -84,12 +84,12 @@ class Blocks(NamedTuple):
     @property
     def segments(self) -> list[tuple[int, int]]:
         """(bytes, bytes of a unit) of the parts of a block. A unit is a scale, an offset, a small
-        float of 8 bits, 4 integers of 8 bits, 8 digits of 4, or the highest bits of 32 numbers of 5.
+        float of 8 bits, 4 integers of 8 bits, 8 digits of 4, or a word of bits that are apart.
         """
         scale = self.scale_bytes
         header = [(scale, scale)] * (1 + self.offset)
         digits = self.digit_bytes, 1 if self.numbers == "e4m3" else 4
-        highest = [(self.number_bytes - self.digit_bytes, 4)] if self.is_split else []
+        highest = [(self.number_bytes - self.digit_bytes, 4)] if self.bits_apart else []
         return [*header, digits, *highest]
 
     @property
@@ -99,12 +99,10 @@ class Blocks(NamedTuple):
 
     @property
     def code(self) -> int:
-        """All of it but the name, in one number. A zero of 16 is carried to the bits, of which there
-        are never 6.
-        """
+        """All of it but the name, in one number."""
         code = self.inputs
-        last = 2 * NUMBERS.index(self.numbers) + self.offset
-        for field in (self.bits, self.zero, self.scale_bytes, last):
+        last = 8 * (self.zero >= 16) + 2 * NUMBERS.index(self.numbers) + self.offset
+        for field in (self.bits, self.zero % 16, self.scale_bytes, last):
             code = 16 * code + field
         return code
 
@@ -148,11 +146,11 @@ BLOCKS = {
         Blocks("q8_0", 32, 8, 0, "float16", False),
         Blocks("q4_k", 32, 4, 0, "float32", True),
         Blocks("q5_k", 32, 5, 0, "float32", True),
-        Blocks("q6_k", 16, 8, 0, "float32", False),
+        Blocks("q6_k", 16, 6, 32, "float32", False),
         Blocks("any", 16, 8, 0, "float32", True),  # holds all but small floats of 8 bits
         *[Blocks(f"int4_{n}", n, 4, 8, "float32", False) for n in (128, 64, 32)],
         *[Blocks(f"uint4_{n}", n, 4, 0, "float32", True) for n in (128, 64)],
-        *[Blocks(f"int8_{n}", n, 8, 0, "float32", False) for n in (128, 32)],
+        *[Blocks(f"int8_{n}", n, 8, 0, "float32", False) for n in (128, 32, 16)],
         *[Blocks(f"uint8_{n}", n, 8, 0, "float32", True) for n in (128, 32)],
         *[Blocks(f"fp8_{n}", n, 8, 0, "float32", False, "e4m3") for n in (128, 32)],
         Blocks("mxfp4", 32, 4, 0, "e8m0", False, "e2m1"),
@@ -185,9 +183,10 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     if blocks.bits == 8:
         dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
         return Parts(numbers.view(dtype), scales, offsets)
-    if blocks.is_split:
+    if blocks.bits_apart:
         digits = _halves(numbers[..., : blocks.digit_bytes], xp)
-        digits = digits | _highest_bits(numbers[..., blocks.digit_bytes :], xp) << 4
+        highest = _highest_bits(numbers[..., blocks.digit_bytes :], blocks.bits_apart, xp)
+        digits = digits | highest << DIGIT_BITS
     else:
         digits = _halves(numbers, xp)
     numbers = digits.astype("int8")
@@ -207,24 +206,27 @@ def _in_halves(digits: Any) -> Any:
     return digits[..., ::2] | digits[..., 1::2] << 4
 
 
-def _highest_bits(packed: Any, xp: Any) -> Any:
-    """The highest bits [..., inputs] of numbers of 5 bits, of the bytes [..., inputs / 8] of their
-    words.
+def _highest_bits(packed: Any, count: int, xp: Any) -> Any:
+    """The highest bits [..., inputs] of numbers, of the bytes of their words.
+
+    count: of these bits of a number.
     """
     digits = _halves(packed, xp).reshape(*packed.shape[:-1], -1, 1, DIGITS_OF_WORD)
-    bits = digits >> _shifts(xp) & 1
+    bits = digits >> _shifts(count, xp) & (2**count - 1)
     return bits.reshape(*packed.shape[:-1], -1)
 
 
-def _words_of_bits(bits: Any, xp: Any) -> Any:
+def _words_of_bits(bits: Any, count: int, xp: Any) -> Any:
     """The inverse of `_highest_bits`."""
-    cells = bits.reshape(*bits.shape[:-1], -1, WORDS_OF_BITS, DIGITS_OF_WORD)
-    digits = (cells << _shifts(xp)).sum(-2, dtype="uint8")
+    shifts = _shifts(count, xp)
+    cells = bits.reshape(*bits.shape[:-1], -1, len(shifts), DIGITS_OF_WORD)
+    digits = (cells << shifts).sum(-2, dtype="uint8")
     return _in_halves(digits.reshape(*bits.shape[:-1], -1))
 
 
-def _shifts(xp: Any) -> Any:
-    return xp.arange(WORDS_OF_BITS, dtype="uint8")[:, None]
+def _shifts(count: int, xp: Any) -> Any:
+    """The places in a digit of the highest bits of neighbouring words of digits, [words, 1]."""
+    return xp.arange(0, DIGIT_BITS, count, dtype="uint8")[:, None]
 
 
 def _scales_of(cells: Any, blocks: Blocks) -> Any:
@@ -276,8 +278,9 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
             digits = (magnitudes + 8 * (numbers < 0)).astype("uint8")
         else:
             digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
-        if blocks.is_split:
-            cells += [_in_halves(digits & 15), _words_of_bits(digits >> 4, xp)]
+        if blocks.bits_apart:
+            highest = _words_of_bits(digits >> DIGIT_BITS, blocks.bits_apart, xp)
+            cells += [_in_halves(digits & 15), highest]
         else:
             cells.append(_in_halves(digits))
     rows = xp.concatenate(cells, axis=-1)

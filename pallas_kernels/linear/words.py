@@ -1,5 +1,5 @@
 """Weights as the Pallas kernels read them: int32 words of 4 numbers of 8 bits, or of 8 of 4 bits.
-Numbers of 5 bits are widened to 8.
+Numbers of 5 and 6 bits are widened to 8.
 
 Words lie in runs. Digit d of word w of a run of R words is the number of the input d * R + w, so one
 shift of a run gives R neighbouring inputs. Behind the words are the scales of blocks and their
@@ -42,7 +42,7 @@ class Digits(NamedTuple):
     """The numbers of a matrix, with what belongs to its blocks.
 
     digits: [M, K] uint8: a number of 4 bits before its zero is subtracted, or the bits of one of 8,
-        to which one of 5 is widened.
+        to which one of 5 or 6 is widened.
     scales: [M, blocks of a row] float32; None: int8 numbers by row, whose scales follow the product.
     offsets: as scales; None if blocks have none.
     """

@@ -114,17 +114,25 @@ def test_rows_have_the_parts_that_they_were_made_of(name):
     assert BLOCKS["any"].holds(blocks) == (blocks.numbers != "e4m3")
 
 
-def test_the_highest_bits_of_5_are_a_shift_away_from_their_digits():
-    blocks = BLOCKS["q5_0"]
-    numbers = np.full((1, 1, 32), -16, np.int8)
-    for number, place in ((0, 0), (7, 28), (8, 1), (30, 27), (31, 31)):  # of the input; in the word
-        parts = Parts(numbers.copy(), np.ones((1, 1), np.float32), None)
-        parts.numbers[0, 0, number] = 15
-        row = rows_of_parts(parts, blocks, np)
-        chex.assert_shape(row, (1, 2 + 16 + 4))
-        assert row[0, 18:].view("<u4") == 1 << place
-        digits = [15 << number % 2 * 4 if byte == number // 2 else 0 for byte in range(16)]
-        assert row[0, 2:18].tolist() == digits
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("q5_0", {0: 0, 7: 28, 8: 1, 30: 27, 31: 31}),  # of an input, in the word
+        ("q6_k", {0: 0, 7: 28, 8: 2, 14: 26, 15: 30}),
+    ],
+)
+def test_bits_that_are_apart_are_a_shift_away_from_their_digits(name, places):
+    blocks = BLOCKS[name]
+    scales = np.ones((1, 1), np.float32)
+    for number, place in places.items():
+        numbers = np.full((1, 1, blocks.inputs), -blocks.zero, np.int8)
+        numbers[0, 0, number] = blocks.zero - 1  # all of its bits are 1
+        row = rows_of_parts(Parts(numbers, scales, None), blocks, np)
+        digits = row[0, blocks.scale_bytes : -4]
+        assert row[0, -4:].view("<u4") == (2 ** (blocks.bits - 4) - 1) << place
+        assert digits.tolist() == [
+            15 << number % 2 * 4 if byte == number // 2 else 0 for byte in range(len(digits))
+        ]
 
 
 def test_a_variant_of_the_kernel_is_of_one_format():
@@ -191,6 +199,7 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a chunk", "deep")),
     *(("q4_0", name, "bfloat16") for name in ("a chunk", "gates")),
     *(("q5_0", name, "float32") for name in ("a token", "a chunk", "gates")),
+    *(("q6_k", name, "float32") for name in ("a token", "a chunk")),
     *(("fp8_128", name, "float32") for name in ("a chunk", "rows")),
     *(("mxfp4", name, "float32") for name in ("a token", "experts")),
 }

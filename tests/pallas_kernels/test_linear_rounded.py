@@ -84,6 +84,7 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q5_0", name, "float32") for name in ("a token", "deep", "gates")),
     ("q4_0", "a chunk", "bfloat16"),
     ("any", "rows", "float32"),
+    ("q6_k", "a chunk", "float32"),
     ("int4_128", "experts", "float32"),
 }
 

@@ -118,7 +118,7 @@ def test_formats_of_integers_and_of_small_floats_of_8_bits_have_words():
     tpu = set(aot_linear.formats(pallas_tpu.PIECE))
     assert tpu == {"int8", *BLOCKS} - {"mxfp4"}
     gpu = set(aot_linear.formats(gpu_layout.SMALLEST))
-    assert tpu - gpu == {"q6_k", "any"}  # blocks of 16 inputs
+    assert tpu - gpu == {"q6_k", "any", "int8_16"}  # blocks of 16 inputs
     experts = Matrix(256, 128, True, 4, BLOCKS["int4_128"])
     assert not words.has_words(experts, np.dtype("uint8"), 16)
 

@@ -188,7 +188,7 @@ def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
     narrow = tiny_gguf(tmp_path / "narrow.gguf", narrow_folder, matrices="Q4_1")
     with refused(message + "each has 16 of its inputs"):
         load_model(narrow, weight_dtype="stored", mesh={"tensor": 4})
-    # numbers of 5 bits are in 8 there, of which there are blocks of 16 inputs
+    # numbers of 5 bits are in 6 there, of which there are blocks of 16 inputs
     five = tiny_gguf(tmp_path / "five.gguf", narrow_folder, matrices="Q5_0")
     split = load_model(five, weight_dtype="stored", mesh={"tensor": 4}).model
     formats = dict(split.config.stored)

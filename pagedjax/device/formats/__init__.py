@@ -4,7 +4,7 @@
 format.py  the record of a format
 floats.py  as they are
 int8.py    8 bits, and a scale for each row
-blocks.py  4, 5 or 8 bits, and a scale for some inputs of a row, as checkpoints store them
+blocks.py  4 to 8 bits, and a scale for some inputs of a row, as checkpoints store them
 
 Another format is a file with one `Format`, and its name in `STORED_FORMATS`.
 

@@ -194,7 +194,7 @@ ROUNDED = {
     "uint8_128": _uint8,
     "mxfp4": _mxfp4,
     **dict.fromkeys(("int4_128", "int4_64", "int4_32"), partial(symmetric, bits=4)),
-    **dict.fromkeys(("int8_128", "int8_32"), partial(symmetric, bits=8)),
+    **dict.fromkeys(("int8_128", "int8_32", "int8_16"), partial(symmetric, bits=8)),
     **dict.fromkeys(("fp8_128", "fp8_32"), float8),
 }
 

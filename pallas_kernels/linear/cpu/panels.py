@@ -7,8 +7,8 @@ Here M are the outputs, K the inputs, P the panels and R the rank; S are adapter
     bfloat16    [P, (K + 1) / 2, 32, 2]   pairs of inputs, for instructions that multiply pairs
     blocks      [P, blocks, bytes]        of 32 outputs: scales, offsets, then four inputs of 8 bits or
                                           eight of 4 in a word, [32] words of each; or input by input,
-                                          if they are small floats of 8 bits. Of 5 bits the highest
-                                          ones follow, those of 32 inputs in a word
+                                          if they are small floats of 8 bits. Behind digits of 4 bits
+                                          are words of the bits that are apart
 
 The factors b [R, M] of products of low rank (`LowRank`) have the same outputs beside each other:
 [2 P, R, 16].

@@ -64,7 +64,7 @@ SMALLEST = 1e-30
 MOST_IN_REGISTERS = 8
 INTEGERS = ir.VectorType(INT32, FULL)
 ROUNDING = 1.5 * 2.0**23  # added to a number, it leaves the nearest integer in the lowest bits
-# Inputs in the order in which words of digits of 4 or 5 bits have them: even ones, then odd ones
+# Inputs in the order in which words of digits of 4 bits have them: even ones, then odd ones
 FOUR_BIT_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

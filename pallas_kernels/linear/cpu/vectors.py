@@ -13,7 +13,7 @@ import math
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.linear.blocks import BLOCKS
+from pallas_kernels.linear.blocks import BLOCKS, DIGIT_BITS
 from pallas_kernels.linear.cpu import small_floats
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
@@ -88,11 +88,10 @@ def _widened_pairs(builder, w, index, vector):
 # of the exponent; then the power is subtracted, which is exact. The last three digits are not in
 # the mantissa, so the word is shifted.
 
-# The highest bits of numbers of 5 bits come to their digits where these are in bytes, those of even
-# inputs and those of odd ones. Each byte is a digit of 5 bits then. The last one is not in the mantissa.
+# The highest bits of numbers of 5 or 6 bits come to their digits where these are in bytes, those of
+# even inputs and those of odd ones. Then a byte is a number. The last one is not in the mantissa.
 
 WORD_NUMBERS = 8
-DIGIT_BITS = 4
 MANTISSA_BITS = 23
 DIGITS_IN_MANTISSA = 5
 SHIFTED_DIGITS = 3  # by so many digits
@@ -105,7 +104,7 @@ def digit_bytes(builder, blocks, numbers, part, vector):
     """Returns the digits of 8 inputs of a block for 16 outputs, as bytes of int32: those of even
     inputs, then those of odd ones.
 
-    numbers: address of those of the block, of 4 or 5 bits. part: which 8 inputs.
+    numbers: address of those of the block, of less than 8 bits. part: which 8 inputs.
     """
     place = ir.Constant(WORD, 4 * FULL * vector)
     address = byte_at(builder, builder.add(numbers, place), part, 4 * PANEL)
@@ -113,18 +112,21 @@ def digit_bytes(builder, blocks, numbers, part, vector):
     mask = uniform(WORDS, 0x0F0F0F0F)
     even = builder.and_(words, mask)
     odd = builder.and_(builder.lshr(words, uniform(WORDS, DIGIT_BITS)), mask)
-    if not blocks.is_split:
+    count = blocks.bits_apart
+    if count == 0:
         return even, odd
+    assert blocks.inputs * count == 32, "a block has one word of bits that are apart"
     address = builder.add(numbers, ir.Constant(WORD, PANEL * blocks.digit_bytes + 4 * FULL * vector))
     highest = builder.load(pointer(builder, address, WORDS), align=4)
-    highest = builder.lshr(highest, splat(builder, builder.trunc(part, INT32), FULL))
-    fifth = uniform(WORDS, 0x10101010)
-    beside_even = builder.and_(builder.shl(highest, uniform(WORDS, DIGIT_BITS)), fifth)
-    return builder.or_(even, beside_even), builder.or_(odd, builder.and_(highest, fifth))
+    shift = builder.mul(builder.trunc(part, INT32), ir.Constant(INT32, count))
+    highest = builder.lshr(highest, splat(builder, shift, FULL))
+    mask = uniform(WORDS, 0x10101010 * (2**count - 1))
+    beside_even = builder.and_(builder.shl(highest, uniform(WORDS, DIGIT_BITS)), mask)
+    return builder.or_(even, beside_even), builder.or_(odd, builder.and_(highest, mask))
 
 
-def _five_bit_digits(builder, blocks, numbers, part, vector):
-    """Returns the numbers of 8 inputs of a block of 5 bits, for 16 outputs: a vector for each.
+def _numbers_in_bytes(builder, blocks, numbers, part, vector):
+    """Returns the numbers of 8 inputs of a block of 5 or 6 bits, for 16 outputs: a vector for each.
 
     The operands are those of `digit_bytes`.
     """
@@ -137,7 +139,8 @@ def _five_bit_digits(builder, blocks, numbers, part, vector):
             place = 8 * byte if in_mantissa else 8 * (byte - 1)
             power = float(2 ** (MANTISSA_BITS - place))
             exponent = int(np.float32(power).view(np.int32))
-            bits = builder.and_(digits if in_mantissa else shifted, uniform(WORDS, 31 << place))
+            mask = uniform(WORDS, (2**blocks.bits - 1) << place)
+            bits = builder.and_(digits if in_mantissa else shifted, mask)
             bits = builder.or_(bits, uniform(WORDS, exponent))
             number = builder.bitcast(bits, float_vector(FULL))
             vectors.append(builder.fsub(number, constant(power + blocks.zero)))
@@ -219,8 +222,8 @@ def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
         numbers,
         builder.mul(index, ir.Constant(WORD, WORD_NUMBERS * PANEL * blocks.digit_bits // 8)),
     )
-    if blocks.is_split:
-        vectors = _five_bit_digits(builder, blocks, numbers, index, vector)
+    if blocks.bits_apart:
+        vectors = _numbers_in_bytes(builder, blocks, numbers, index, vector)
     elif blocks.bits == 4:
         address = builder.add(start, ir.Constant(WORD, 4 * FULL * vector))
         if blocks.numbers == "e2m1":
