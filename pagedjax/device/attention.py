@@ -20,6 +20,7 @@ from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import named_value
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
+from pallas_kernels.paged_attention.api import latent_attention
 from pallas_kernels.paged_attention.expanded import Expansion as Expansion
 from pallas_kernels.paged_attention.probabilities import weights_of as weights_of
 from pallas_kernels.shared.page_bits import BITS, read, stored
@@ -56,7 +57,8 @@ def choose(
         sinks: the model has attention sinks.
         sizes: the keyword arguments of `Implementation.obstacle`. `dtype` is that of the keys and
             values in the cache. `heads_of_layers` may be in the place of those of heads: such
-            arguments for each size of heads that a layer has. One implementation serves all.
+            arguments for each size of heads that a layer has. One implementation serves all. Heads
+            over latents have `rank` too, the numbers of a latent.
 
     Raises:
         ValueError: the implementation `name` cannot serve this cache on this device; the message
@@ -88,8 +90,16 @@ def _obstacle(
     **sizes: Any,
 ) -> str:
     """Returns the first obstacle of an implementation among those of all sizes of heads."""
-    reasons = [impl.obstacle(device, **sizes, **heads) for heads in heads_of_layers]
+    reasons = [_obstacle_of_heads(impl, device, **sizes, **heads) for heads in heads_of_layers]
     return next(filter(None, reasons), "")
+
+
+def _obstacle_of_heads(
+    impl: Implementation, device: Any, *, rank: int | None = None, **sizes: Any
+) -> str:
+    if rank is None or impl.latents is None:
+        return impl.obstacle(device, **sizes)
+    return impl.latents.obstacle(device, rank=rank, **sizes)
 
 
 def _not_invariant(name: Any, device: Any, **sizes: Any) -> str:
@@ -111,6 +121,14 @@ def page_row(impl: str | None, head_dim: int) -> int:
     implementation needs it.
     """
     return find(impl or "xla").page_row(head_dim)
+
+
+def latent_row(impl: str | None, numbers: int) -> int:
+    """Returns the numbers in a token's row of a page of latents, of which `numbers` are kept: as
+    many, or with zeros behind them if the implementation needs it.
+    """
+    latents = find(impl or "xla").latents
+    return numbers if latents is None else latents.page_row(numbers)
 
 
 def pages_of_heads(attend: Attend, memory: jax.Array, kv_heads: int, head_dim: int) -> jax.Array:
@@ -242,6 +260,26 @@ def probabilities(
     return attend.impl.probabilities(*arrays, tuple(heads), scale=attend.scale, **options)
 
 
+def over_latents(
+    attend: Attend, q: jax.Array, pages: jax.Array, rows: Sequence[Any], rank: int, **options: Any
+) -> jax.Array:
+    """Returns the attention over pages of latents, [T, N, rank], as
+    `pallas_kernels.paged_attention.api.latent_attention` defines it.
+
+    Args:
+        q: [T, N, R].
+        pages: [P, 1, S, R].
+        rows: block_tables, seq_lens and cu_q_lens.
+        options: window and soft_cap, as of an `Attend`.
+    """
+    if not isinstance(attend, Bound) or attend.impl.latents is None:
+        return attend(q, pages, pages, *rows, **options)[..., :rank]
+    with placed(f"attend of the attention {attend.impl.name!r}"):
+        return latent_attention(
+            q, pages, *rows, rank=rank, scale=attend.scale, impl=attend.impl, **options
+        )
+
+
 def expanded(attend: Attend) -> Callable[..., jax.Array] | None:
     """Returns the function by which an implementation computes long chunks over latents, the
     contract of `pallas_kernels.paged_attention.expanded`, with its scale; None: it has none.
@@ -252,7 +290,12 @@ def expanded(attend: Attend) -> Callable[..., jax.Array] | None:
 
 
 def write(
-    attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch
+    attend: Attend,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    k: jax.Array,
+    v: jax.Array | None,
+    batch: Batch,
 ):
     """Writes the keys and values of the batch's tokens into their slots, as the implementation does
     it.
@@ -261,3 +304,12 @@ def write(
     """
     impl = attend.impl.write if isinstance(attend, Bound) else "xla"
     return kv_write.write(k_pages, v_pages, k, v, batch.slots, rows=len(batch.seq_lens), impl=impl)
+
+
+def write_latents(attend: Attend, pages: jax.Array, x: jax.Array, batch: Batch) -> jax.Array:
+    """Writes rows x [T, 1, R] of latents into pages [P, 1, S, R]. Returns the pages."""
+    has_kernel = isinstance(attend, Bound) and attend.impl.latents is not None
+    # else rows are keys and values: the second result is the same array, and is not computed
+    of_values = (None, None) if has_kernel else (pages, x)
+    written, _ = write(attend, pages, of_values[0], x, of_values[1], batch)
+    return written

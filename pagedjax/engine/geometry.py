@@ -121,7 +121,8 @@ def geometry(
     Args:
         config: a configuration whose max_model_len is known.
         kv_dtype: the dtype of the keys and values.
-        impl: the attention that reads them; None: the plain layout, which has as many bytes.
+        impl: the attention that reads them; None: the plain layout, which has as many bytes but for
+            latents, whose rows an implementation may pad.
         draft: the draft model whose pages are in the blocks too.
 
     Raises:
@@ -132,7 +133,7 @@ def geometry(
     devices_of_processes = Counter(device.process_index for device in devices_of(model))
     most_devices = max(devices_of_processes.values())
     host_block = block_shape(
-        config.block_size, model, kv_dtype, None, draft, layouts, selection, most_devices
+        config.block_size, model, kv_dtype, impl, draft, layouts, selection, most_devices
     )
     return Geometry(
         layouts=layouts,
@@ -396,7 +397,7 @@ def block_shape(
 
     Args:
         dtype: the dtype of the keys and values.
-        impl: the attention that reads them; None: the plain layout, which has as many bytes.
+        impl: as of `geometry`.
         draft: the draft model whose pages are in the blocks too.
         layouts: several groups of layers; a block then has the layers of one group, of the model
             and of the draft model.
@@ -430,6 +431,9 @@ def block_shape(
     if part.has_layer_heads:  # memory that layers with heads of several sizes have parts of
         numbers = part.page_numbers
         sizes = sizes._replace(kv_heads=devices, head_dim=numbers, row=numbers)
+    if part.latent:
+        row = attention.latent_row(impl, part.head_dim)
+        sizes = sizes._replace(head_dim=row, row=row)
     return {
         **sizes._asdict(),
         "layers": layouts.model.size if layouts.model else part.layers,

@@ -58,7 +58,8 @@ def resolve(
     check_layers(config, model, draft)
     kv_dtype = config.kv_cache_dtype or dtype
     config_with_length = dataclasses.replace(config, max_model_len=length)
-    block_bytes = geometry(config_with_length, model, kv_dtype, draft=draft).block_bytes
+    impl = _attention_impl(config, model, draft, kv_dtype, length)
+    block_bytes = geometry(config_with_length, model, kv_dtype, impl, draft).block_bytes
     num_blocks = config.num_blocks
     if num_blocks is None:
         most_used_blocks = config.max_num_seqs * table_width(config, length)
@@ -68,7 +69,6 @@ def resolve(
         num_blocks = min(most_used_blocks, fitting_blocks)
     memory.check_fit(num_blocks, block_bytes, device_memory, activations)
     buckets = _buckets(config, model)
-    impl = _attention_impl(config, model, draft, kv_dtype, length)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values |= {
         "dtype": dtype,

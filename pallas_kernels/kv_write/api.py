@@ -9,27 +9,29 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import pallas_tpu, xla
 
-# (k_pages, v_pages, k, v, slots, *, rows) -> (k_pages, v_pages)
-Write = Callable[..., tuple[jax.Array, jax.Array]]
+# (k_pages, v_pages, k, v, slots, *, rows) -> (k_pages, v_pages). Implementations of attention with a
+# kernel for latents give None as v_pages and v
+Write = Callable[..., tuple[jax.Array, jax.Array | None]]
 
 IMPLS: dict[str, Write] = {"xla": xla.write, "pallas_tpu": pallas_tpu.write}
 
 
 def write(
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     slots: jax.Array,
     *,
     rows: int,
     impl: str | Write,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Writes the keys and values of T tokens into their slots.
 
     Args:
         k_pages, v_pages: [P, K, S, D] of one layer, or rows of several tokens, [P, K, S D / L, L].
-            uint8 holds the bits of float8_e4m3fn and uint16 those of bfloat16.
+            uint8 holds the bits of float8_e4m3fn and uint16 those of bfloat16. v_pages and v are
+            None for latents, which are no keys and values.
         k, v: [T, K, D]; they are rounded to the dtype of the pages.
         slots: [T] int32, page * S + offset. Tokens of one sequence are adjacent and so are their
             slots. All padding tokens are at the end and point into page 0.
@@ -50,18 +52,16 @@ def write(
 
 
 def _check(k_pages, v_pages, k, v, slots) -> None:
+    of_values = [None if array is None else array.shape for array in (v_pages, v)]
     shapes = (
-        f"k_pages {k_pages.shape}, v_pages {v_pages.shape}, k {k.shape}, v {v.shape}, "
+        f"k_pages {k_pages.shape}, v_pages {of_values[0]}, k {k.shape}, v {of_values[1]}, "
         f"slots {slots.shape}"
     )
-    if (
-        (k_pages.ndim, k.ndim, slots.ndim) != (4, 3, 1)
-        or k_pages.shape != v_pages.shape
-        or k.shape != v.shape
-    ):
+    are_alike = of_values == [None, None] or of_values == [k_pages.shape, k.shape]
+    if (k_pages.ndim, k.ndim, slots.ndim) != (4, 3, 1) or not are_alike:
         raise ValueError(
-            "k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T]; "
-            f"got {shapes}"
+            "k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T], and "
+            f"v_pages and v None for latents; got {shapes}"
         )
     t, heads, d = k.shape
     if k_pages.shape[1] != heads or k_pages.shape[3] % d or slots.shape[0] != t:

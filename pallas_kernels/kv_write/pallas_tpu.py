@@ -59,6 +59,8 @@ def write(
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
     """
     vmem_limit = (tiles or TpuTiles.of(device_kind())).vmem_limit
+    pages = [k_pages] if v_pages is None else [k_pages, v_pages]
+    new_tokens = [k] if v is None else [k, v]
     t, _, d = k.shape
     _, heads, height, lanes = k_pages.shape
     size = min(ROWS, height)
@@ -67,7 +69,7 @@ def write(
 
     # VMEM of a piece: its keys and values, as they were and twice as they become, because Pallas
     # copies the next block in while this one is computed
-    piece_bytes = 2 * 3 * heads * size * lanes * k_pages.dtype.itemsize
+    piece_bytes = len(pages) * 3 * heads * size * lanes * k_pages.dtype.itemsize
     units = max(1, min(MAX_UNITS, len(work.piece), vmem_limit // 2 // piece_bytes))
     padding = ((0, -len(work.piece) % units), (0, 0), (0, 0), (0, 0))
 
@@ -77,8 +79,7 @@ def write(
         tokens = tokens.reshape(-1, size, lanes // d, heads, d).transpose(0, 3, 1, 2, 4)
         return jnp.pad(tokens.reshape(-1, heads, size, lanes), padding)
 
-    new_k = new_pieces(k)
-    new_v = new_pieces(v)
+    new = [new_pieces(x) for x in new_tokens]
     block = pl.BlockSpec((units, heads, size, lanes), lambda i, *_: (i, 0, 0, 0))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     scalars = len(work)
@@ -87,24 +88,24 @@ def write(
         partial(_kernel, d),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalars,
-            grid=(len(new_k) // units,),
-            in_specs=[block, block, in_hbm, in_hbm],
-            out_specs=[in_hbm, in_hbm],
+            grid=(len(new[0]) // units,),
+            in_specs=[*[block] * len(pages), *[in_hbm] * len(pages)],
+            out_specs=[in_hbm] * len(pages),
             scratch_shapes=[
-                pltpu.VMEM((units, heads, size, lanes), k_pages.dtype),
-                pltpu.VMEM((units, heads, size, lanes), k_pages.dtype),
+                *[pltpu.VMEM((units, heads, size, lanes), k_pages.dtype)] * len(pages),
                 pltpu.SemaphoreType.DMA((units,)),
             ],
         ),
-        out_shape=[out(pages.shape, pages.dtype) for pages in (k_pages, v_pages)],
-        input_output_aliases={scalars + 2: 0, scalars + 3: 1},
+        out_shape=[out(array.shape, array.dtype) for array in pages],
+        input_output_aliases={scalars + len(pages) + i: i for i in range(len(pages))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
         ),
         interpret=interpret,
         name="paged_attention_write",
     )
-    return tuple(call(*work, new_k, new_v, *pinned(k_pages, v_pages, interpret=interpret)))
+    k_pages, *others = call(*work, *new, *pinned(*pages, interpret=interpret))
+    return k_pages, others[0] if others else None
 
 
 def pieces(slots: jax.Array, piece_slots: int, size: int) -> tuple[Pieces, jax.Array]:
@@ -136,30 +137,19 @@ def wait(copies: list[Any], phase: str) -> None:
         copy.wait()
 
 
-def _kernel(
-    d: int,
-    total,
-    piece,
-    begin,
-    end,
-    new_k,
-    new_v,
-    _k,
-    _v,
-    k_pages,
-    v_pages,
-    old_k,
-    old_v,
-    semaphores,
-) -> None:
+def _kernel(d: int, total, piece, begin, end, *refs) -> None:
     """Computes one block of pieces. The pages of the input and of the output are one array in HBM.
 
-    In VMEM, new_k, new_v, old_k and old_v are [units, K, size, L].
+    refs: for keys, and for values if there are some, the new pieces, the pages as input and as
+        output, and the old pieces; then the semaphores. In VMEM pieces are [units, K, size, L].
     """
-    units, _, size, lanes = old_k.shape
+    *of_arrays, semaphores = refs
+    n = len(of_arrays) // 4
+    new, _, pages, old = (of_arrays[i * n : (i + 1) * n] for i in range(4))
+    arrays = list(zip(pages, old, new, strict=True))
+    units, _, size, lanes = old[0].shape
     start = pl.program_id(0) * units
     count = lax.clamp(0, total[0] - start, units)
-    arrays = (k_pages, old_k, new_k), (v_pages, old_v, new_v)
 
     def place(pages, i):
         page_pieces = pages.shape[2] // size

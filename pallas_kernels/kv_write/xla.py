@@ -11,17 +11,22 @@ import jax.numpy as jnp
 from pallas_kernels.shared.page_bits import stored
 
 
-def write(k_pages, v_pages, k, v, slots, *, rows: int | None = None) -> tuple[jax.Array, jax.Array]:
+def write(
+    k_pages, v_pages, k, v, slots, *, rows: int | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """See `api.write`. `rows` is not used."""
-    if v_pages.shape[3] != v.shape[2]:  # the rows of pages are not those of one token each
-        return _into_rows(k_pages, k, slots), _into_rows(v_pages, v, slots)
-    size = v_pages.shape[2]
+    if k_pages.shape[3] != k.shape[2]:  # the rows of pages are not those of one token each
+        k_pages = _into_rows(k_pages, k, slots)
+        return k_pages, None if v_pages is None else _into_rows(v_pages, v, slots)
+    size = k_pages.shape[2]
     block = slots // size
     offset = slots % size
     # Padding tokens share slots of page 0, so the indices are not unique. The order of these writes
     # does not matter.
     k_pages = k_pages.at[block, :, offset].set(stored(k, k_pages.dtype), mode="promise_in_bounds")
-    v_pages = v_pages.at[block, :, offset].set(stored(v, v_pages.dtype), mode="promise_in_bounds")
+    if v_pages is not None:
+        new = stored(v, v_pages.dtype)
+        v_pages = v_pages.at[block, :, offset].set(new, mode="promise_in_bounds")
     return k_pages, v_pages
 
 

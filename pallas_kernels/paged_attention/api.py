@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ IMPLS: dict[str, Implementation] = {
     module.IMPLEMENTATION.name: module.IMPLEMENTATION._replace(probabilities=probabilities)
     for module in MODULES
 }
-for name in ("xla", "cpu"):  # those that read rows of any size
+for name in ("xla", "cpu", "pallas_tpu"):  # those that read rows of latents
     IMPLS[name] = IMPLS[name]._replace(expanded=expanded)
 
 
@@ -76,15 +77,10 @@ def paged_attention(
         ValueError: an unknown impl, or one without sinks that gets some, shapes that do not match,
             a window or a soft cap that is not above 0; the message names the values.
     """
-    if isinstance(impl, str) and impl not in IMPLS:
-        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
-    chosen = IMPLS[impl] if isinstance(impl, str) else impl
+    chosen = _chosen(impl)
     row = chosen.page_row(q.shape[-1])
     _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens)
-    if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
-        raise ValueError(
-            f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None"
-        )
+    _check_options(window, soft_cap)
     if k_pages.shape[2] * k_pages.shape[3] % row:
         raise ValueError(
             f"impl {chosen.name!r} needs pages of whole rows of {row}, "
@@ -109,6 +105,101 @@ def paged_attention(
         soft_cap=soft_cap,
         **options,
     )
+
+
+def latent_attention(
+    q: jax.Array,
+    pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array | None,
+    *,
+    rank: int,
+    scale: float,
+    impl: str | Implementation,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Computes attention over pages of latents: a row of a token is its key for all query heads,
+    and the row's first numbers are its value (MLA with absorbed queries, see expanded.py).
+
+    Args:
+        q: [T, N, R] packed query tokens. Where a row ends with zeros, q may have any numbers.
+        pages: [P, 1, S, R] rows, as `Latents.page_row` wants them; of an implementation without
+            `latents`, those of `paged_attention`.
+        rank: numbers of a value, and of the result.
+        block_tables, seq_lens, cu_q_lens, scale, impl, window, soft_cap: as of `paged_attention`.
+
+    Returns:
+        [T, N, rank] in q's dtype; padding tokens have zeros.
+
+    Raises:
+        ValueError: see `paged_attention`; or a rank that is not in a row; the message names the
+            values.
+    """
+    chosen = _chosen(impl)
+    arrays = block_tables, seq_lens, cu_q_lens
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if not 0 < rank <= q.shape[-1]:
+        raise ValueError(
+            f"rank is {rank}; q {q.shape} has rows whose first 1 to {q.shape[-1]} numbers can be "
+            "values"
+        )
+    if chosen.latents is None:
+        return paged_attention(q, pages, pages, *arrays, impl=impl, **options)[..., :rank]
+    return _by_kernel(q, pages, *arrays, rank=rank, impl=chosen, **options)
+
+
+# traced once for all layers that call it
+@partial(jax.jit, static_argnames=("rank", "scale", "impl", "window", "soft_cap"))
+def _by_kernel(
+    q,
+    pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    rank: int,
+    scale: float,
+    impl: Implementation,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """`latent_attention` of an implementation with `latents`."""
+    assert impl.latents is not None
+    _check(q, pages, pages, block_tables, seq_lens, cu_q_lens)
+    _check_options(window, soft_cap)
+    if pages.shape[1] != 1 or pages.shape[3] != q.shape[2]:
+        raise ValueError(
+            f"pages of latents must be [P, 1, S, R] with q's R; got q {q.shape}, "
+            f"pages {pages.shape}"
+        )
+    if cu_q_lens is None:
+        cu_q_lens = offsets_of_decodes(seq_lens)
+    return impl.latents.attend(
+        q,
+        pages,
+        block_tables,
+        seq_lens,
+        cu_q_lens,
+        rank=rank,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+
+
+def _chosen(impl: str | Implementation) -> Implementation:
+    if isinstance(impl, str) and impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
+    return IMPLS[impl] if isinstance(impl, str) else impl
+
+
+def _check_options(window: int | None, soft_cap: float | None) -> None:
+    if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(
+            f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None"
+        )
 
 
 def _check_sinks(sinks: jax.Array, q: jax.Array, impl: Implementation) -> None:

@@ -52,7 +52,8 @@ def expanded(
 
     Args:
         q: [T, N, E + J] packed query tokens.
-        pages: [P, 1, S, Z + J] latents and rotated keys, with those of the query tokens.
+        pages: [P, 1, S, R] latents and rotated keys, with those of the query tokens. R is Z + J, or
+            more: the rest of a row is not used.
         chunk_lens: [B] int32: the query tokens of a row, or 0 to leave the row out.
         block_tables, seq_lens, cu_q_lens, scale, window, soft_cap: as of `api.paged_attention`.
 
@@ -60,13 +61,14 @@ def expanded(
         [T, N, U] in q's dtype; zeros for tokens of other rows.
     """
     latent_size = expansion.keys.shape[2]
+    rotated = q.shape[2] - expansion.keys.shape[1]
 
     def keys_and_values(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         tokens = tile_of(pages, ids, q.dtype)[0, 0]  # [span, Z + J]
         latents = tokens[:, :latent_size]
         keys = product("cz,nez->nce", latents, expansion.keys).astype(q.dtype)
         shared = jnp.broadcast_to(
-            tokens[:, latent_size:], (*keys.shape[:2], q.shape[2] - keys.shape[2])
+            tokens[:, latent_size : latent_size + rotated], (*keys.shape[:2], rotated)
         )
         values = product("cz,nuz->ncu", latents, expansion.values).astype(q.dtype)
         return jnp.concatenate([keys, shared], axis=-1), values

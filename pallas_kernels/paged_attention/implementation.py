@@ -28,6 +28,22 @@ def _nothing(**facts: Any) -> None:
     pass
 
 
+class Latents(NamedTuple):
+    """How an implementation reads pages of latents by a kernel of its own: a row of each token is
+    its key for all heads, and the row's first numbers are its value (expanded.py).
+
+    attend: (q, pages, block_tables, seq_lens, cu_q_lens, *, rank, scale, window, soft_cap) ->
+        [T, N, rank], the contract of `api.latent_attention`.
+    obstacle: as that of `Implementation`, with the keyword `rank`. `head_dim` is the numbers that
+        are kept of a token.
+    page_row: numbers that are kept of a token -> those of its row in a page, which ends with zeros.
+    """
+
+    attend: Callable[..., jax.Array]
+    obstacle: Callable[..., str]
+    page_row: Callable[[int], int]
+
+
 class Implementation(NamedTuple):
     """An implementation of paged attention.
 
@@ -60,6 +76,7 @@ class Implementation(NamedTuple):
         `api.IMPLS` have the same function.
     expanded: computes long chunks over pages of latents, the contract of `expanded.expanded`; None:
         `attend` computes them too.
+    latents: its kernel for pages of latents; None: `attend` gets them as keys and as values.
     takes_sinks: whether `attend` and its other forms take the keyword `sinks`, [N] float32.
     """
 
@@ -76,4 +93,5 @@ class Implementation(NamedTuple):
     pages: Callable[..., jax.Array] | None = None
     probabilities: Callable[..., jax.Array] | None = None
     expanded: Callable[..., jax.Array] | None = None
+    latents: Latents | None = None
     takes_sinks: bool = False

@@ -20,6 +20,11 @@ def row_size(head_size: int) -> int:
     return max(LANES, head_size)
 
 
+def whole_rows(numbers: int) -> int:
+    """Returns the least multiple of 128 that is not below `numbers`."""
+    return -(-numbers // LANES) * LANES
+
+
 def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
     """Returns the arrays with the constraint that they stay in HBM.
 

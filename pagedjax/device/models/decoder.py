@@ -300,7 +300,8 @@ class DecoderConfig:
         """Each size of heads that a layer has, as `attention.choose` takes them."""
         names = "heads", "kv_heads", "head_dim"
         layers = [self.of_kind(kind) for kind in dict.fromkeys(self.kinds)]
-        sizes = [{name: getattr(layer, name) for name in names} for layer in layers]
+        rank = {"rank": self.latent.rank} if self.latent else {}
+        sizes = [{name: getattr(layer, name) for name in names} | rank for layer in layers]
         return [x for i, x in enumerate(sizes) if x not in sizes[:i]]
 
     @property

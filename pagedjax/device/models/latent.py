@@ -88,7 +88,9 @@ class Latent:
 
 
 def latent_pages(sizes: BlockSizes) -> PageShapes:
-    """One array, [1, S, Z + J], for a row of each token. It is under the name of keys."""
+    """One array, [1, S, R], for a row of each token. It is under the name of keys. R is Z + J, or
+    more (`attention.latent_row`): then a row ends with zeros.
+    """
     shape = (sizes.kv_heads, sizes.block_size, sizes.head_dim)
     return {"k": jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))}
 
@@ -147,7 +149,7 @@ class LatentAttention(nnx.Module):
         float32, by position.
         """
         product = self._down(x, norm, (0, self.config.parts["attn.down"][0]), batch)
-        q = self._absorbed(self._queries(product, batch, angles))
+        q = self._absorbed(self._queries(product, batch, angles), k_pages)
         options = {"window": self.kind.window, "soft_cap": self.config.attn_cap}
         return attention.probabilities(attend, q, k_pages, batch, heads, **options)
 
@@ -167,10 +169,8 @@ class LatentAttention(nnx.Module):
         m = self.latent
         latents = self.kv_norm(product[:, : m.rank])
         keys = self._rotated(product[:, None, m.rank :], angles)
-        rows = jnp.concatenate([latents[:, None], keys], axis=-1)
-        # rows are keys and values: the second result is the same array, and is not computed
-        k_pages, _ = attention.write(attend, pages["k"], pages["k"], rows, rows, batch)
-        return Pages(pages, k=k_pages)
+        rows = _row_of(pages["k"], latents[:, None], keys)
+        return Pages(pages, k=attention.write_latents(attend, pages["k"], rows, batch))
 
     def _queries(self, product: jax.Array, batch: Batch, angles) -> Queries:
         """The queries. product: [T, ...] what they are made of, or themselves."""
@@ -189,10 +189,10 @@ class LatentAttention(nnx.Module):
         up = self.kv_up[...].reshape(-1, self.latent.up, self.latent.rank)
         return Expansion(up[:, : self.latent.key], up[:, self.latent.key :])
 
-    def _absorbed(self, queries: Queries) -> jax.Array:
-        """[T, N, Z + J] the queries over rows."""
+    def _absorbed(self, queries: Queries, pages: jax.Array) -> jax.Array:
+        """[T, N, R] the queries over rows of pages."""
         key = _by_head("nte,nez->ntz", queries.key, self._expansion().keys)
-        return jnp.concatenate([key, queries.rotated], axis=-1)
+        return _row_of(pages, key, queries.rotated)
 
     def _output(
         self, queries: Queries, pages: Pages, batch: Batch, attend: Attend, residual
@@ -238,8 +238,9 @@ class LatentAttention(nnx.Module):
         self, queries: Queries, pages: jax.Array, rows: Rows, attend: Attend
     ) -> jax.Array:
         """[T, N, U] by absorbed queries."""
-        y = attend(self._absorbed(queries), pages, pages, *rows, **self._options)
-        return _by_head("ntz,nuz->ntu", y[..., : self.latent.rank], self._expansion().values)
+        q = self._absorbed(queries, pages)
+        y = attention.over_latents(attend, q, pages, rows, self.latent.rank, **self._options)
+        return _by_head("ntz,nuz->ntu", y, self._expansion().values)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -252,6 +253,17 @@ class Rows(NamedTuple):
     block_tables: jax.Array  # [B, M]
     seq_lens: jax.Array  # [B]
     cu_q_lens: jax.Array | None  # [B + 1]
+
+
+def _row_of(pages: jax.Array, latents: jax.Array, keys: jax.Array) -> jax.Array:
+    """[T, N, R] of latents [T, N, Z] and rotated keys [T, N, J], with the zeros of rows of pages
+    [P, 1, S, R].
+    """
+    parts = [latents, keys]
+    padding = pages.shape[3] - latents.shape[2] - keys.shape[2]
+    if padding:
+        parts.append(jnp.zeros((*keys.shape[:2], padding), keys.dtype))
+    return jnp.concatenate(parts, axis=-1)
 
 
 def _by_head(axes: str, x: jax.Array, matrices: jax.Array) -> jax.Array:

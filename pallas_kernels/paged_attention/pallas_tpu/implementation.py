@@ -13,6 +13,10 @@ Where D is below 128, pages are read as rows of 128 numbers, [P, K, S * D / 128,
 bytes in the same order, which a TPU stores without padding. A cache in this layout is used in
 place. A cache in another layout is copied, which on a TPU is a pass over all of it.
 
+Latents have one key head and a row of `whole_rows(Z + J)` numbers a token, which is read once as
+key and as value. A row of more query tokens than `Latent.expands_from` of the model is computed by
+`expanded.py` instead.
+
 No TPU has run this yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what
 the kernel computes, that it reads nothing before it has arrived, and that it compiles for TPUs from
 v4 to 7x.
@@ -20,13 +24,14 @@ v4 to 7x.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
-from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.paged_attention.implementation import Implementation, Latents
 from pallas_kernels.paged_attention.pallas_tpu.kernel import Scores, Sizes, Work, attend, vmem_bytes
 from pallas_kernels.paged_attention.rows import (
     SHORT,
@@ -36,13 +41,16 @@ from pallas_kernels.paged_attention.rows import (
     with_results,
 )
 from pallas_kernels.shared.device import device_kind
-from pallas_kernels.shared.tpu import LANES, row_size, wrong_device
+from pallas_kernels.shared.tpu import LANES, row_size, whole_rows, wrong_device
 from pallas_kernels.tiles import TpuTiles
 
 DTYPES = ("bfloat16", "float32")
 HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 32  # query heads of a key head
+LATENT = (512, 576)  # numbers of a latent, and with the rotated key
+MAX_LATENT_HEADS = 128
+MAX_SHORT_ROWS = 512  # rows of registers of a short row's tile: query heads times query tokens
 MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
 # Bytes of scalar memory for block tables and items; the compiler needs the rest
 SMEM = 2**20 - 2**17
@@ -103,16 +111,72 @@ def paged_attention(
     scores = Scores(scale, window, soft_cap, has_sinks=sinks is not None)
     tiles = tiles or TpuTiles.of(device_kind())
     call = Call(k_pages, v_pages, block_tables, shape, scores, tiles, interpret, sinks)
+    return _of_all_rows(call, q, seq_lens, cu_q_lens)
 
+
+def latent_attention(
+    q,
+    pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    rank: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    tiles: TpuTiles | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """See `api.latent_attention`. NaN in slots outside all contexts does not spread.
+
+    Args:
+        q: [T, N, L].
+        pages: [P, 1, S, L], L a multiple of 128 (`whole_rows`).
+        tiles, interpret: as of `paged_attention`.
+
+    Raises:
+        ValueError: `latent_shape_obstacle` or `scalar_memory_obstacle` gives a reason.
+    """
+    _, n, row = q.shape
+    s = pages.shape[2]
+    reason = latent_shape_obstacle(
+        str(pages.dtype), rank, row, s, n, interpret=bool(interpret)
+    ) or scalar_memory_obstacle(*block_tables.shape)
+    if reason:
+        raise ValueError(f"impl 'pallas_tpu' {reason}; impl 'xla' has no such limit")
+    shape = Shape(
+        heads=1,
+        group=n,
+        d=row,
+        s=s,
+        itemsize=pages.dtype.itemsize,
+        query_itemsize=q.dtype.itemsize,
+        values=whole_rows(rank),
+    )
+    scores = Scores(scale, window, soft_cap)
+    tiles = tiles or TpuTiles.of(device_kind())
+    call = Call(pages, None, block_tables, shape, scores, tiles, interpret)
+    return _of_all_rows(call, q, seq_lens, cu_q_lens)[..., :rank]
+
+
+def _of_all_rows(
+    call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array
+) -> jax.Array:
+    """Computes the attention of q [T, N, D] by the kernels of all lengths of rows: [T, N, V]."""
+    t, n, _ = q.shape
+    b = len(seq_lens)
+    longest = call.shape.longest_short
     q_lens = jnp.diff(cu_q_lens)
     first = cu_q_lens[:-1]
     single = (q_lens == 1) & (seq_lens > 0)
     decoded = decode(call, q[jnp.minimum(first, t - 1)], jnp.where(single, seq_lens, 0))
-    out = jnp.zeros_like(q)  # also the result of padding; `chunks` gives zeros there too
+    # also the result of padding; `chunks` gives zeros there too
+    out = jnp.zeros((t, n, call.shape.result), q.dtype)
     has_several = (q_lens > 1) & (seq_lens >= q_lens)
-    if t > SHORT[-1]:
-        out = chunks(call, q, seq_lens, cu_q_lens, has_several & (q_lens > SHORT[-1]))
-    for fewest, size in sizes_of_short_rows(t):
+    if t > longest:
+        out = chunks(call, q, seq_lens, cu_q_lens, has_several & (q_lens > longest))
+    for fewest, size in sizes_of_short_rows(t, max_size=longest):
         row, begin, number = slots_of(
             has_several & (q_lens >= fewest) & (q_lens <= size), cu_q_lens, min(b, t // fewest)
         )
@@ -126,7 +190,7 @@ class Call(NamedTuple):
     """The arguments that all kernels of a call share."""
 
     k_pages: jax.Array  # [P, K, S * D / lanes, lanes]; lanes: `row_size`
-    v_pages: jax.Array
+    v_pages: jax.Array | None  # None: latents
     block_tables: jax.Array  # [B, M]
     shape: Shape
     scores: Scores
@@ -156,14 +220,15 @@ class Call(NamedTuple):
 def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
     """Computes the attention of q [B, N, D]: the last token of each row's context.
 
-    Returns [B, N, D]; undefined where seq_lens [B] is 0.
+    Returns [B, N, V]; undefined where seq_lens [B] is 0.
     """
     b, n, d = q.shape
     shape = call.shape
+    result = shape.result
     sizes = decode_sizes(shape, call.tiles)
     tiles = decode_tiles(q.reshape(b, shape.heads, shape.group, d), sizes)
     out = call(tiles, decode_work(seq_lens, sizes, call.scores.window), sizes)
-    return out.reshape(-1, *out.shape[2:])[:b, :, : shape.group, :d].reshape(b, n, d)
+    return out.reshape(-1, *out.shape[2:])[:b, :, : shape.group, :result].reshape(b, n, result)
 
 
 def short(
@@ -172,19 +237,20 @@ def short(
     """Computes the attention of short rows, q [slots, Q, N, D]: Q is the size of a tile.
 
     The first number[i] tokens of q[i] are the last tokens of the context of row[i]. A slot whose
-    number is 0 is unused. Returns the same shape; undefined for all other tokens.
+    number is 0 is unused. Returns [slots, Q, N, V]; undefined for all other tokens.
     """
     slots, queries, n, d = q.shape
     shape = call.shape
+    result = shape.result
     sizes = decode_sizes(shape, call.tiles, queries)
     rows = shape.group * queries
     grouped = q.reshape(slots, queries, shape.heads, shape.group, d).transpose(0, 2, 3, 1, 4)
     tiles = decode_tiles(grouped.reshape(slots, shape.heads, rows, d), sizes)
     out = call(tiles, short_work(seq_lens, row, number, sizes, call.scores.window), sizes)
-    out = out.reshape(-1, *out.shape[2:])[:slots, :, :rows, :d].reshape(
-        slots, shape.heads, shape.group, queries, d
+    out = out.reshape(-1, *out.shape[2:])[:slots, :, :rows, :result].reshape(
+        slots, shape.heads, shape.group, queries, result
     )
-    return out.transpose(0, 3, 1, 2, 4).reshape(slots, queries, n, d)
+    return out.transpose(0, 3, 1, 2, 4).reshape(slots, queries, n, result)
 
 
 def chunks(
@@ -192,14 +258,14 @@ def chunks(
 ) -> jax.Array:
     """Computes the attention of q [T, N, D] for the rows that are `chosen` [B].
 
-    Returns [T, N, D]; zeros for all other tokens.
+    Returns [T, N, V]; zeros for all other tokens.
     """
     t, n, d = q.shape
     shape = call.shape
     sizes = chunk_sizes(shape, call.tiles)
     work = chunk_work(chosen, seq_lens, cu_q_lens, t, sizes, call.scores.window)
     out = call(chunk_tiles(q.reshape(t, shape.heads, shape.group, d), sizes), work, sizes)
-    return chunk_results(out, t, n, d, sizes.tokens)
+    return chunk_results(out, t, n, shape.result, sizes.tokens)
 
 
 class Shape(NamedTuple):
@@ -207,16 +273,43 @@ class Shape(NamedTuple):
 
     heads: int  # key heads
     group: int  # query heads of each key head
-    d: int  # head size
+    d: int  # head size, or numbers of a row of latents
     s: int  # token slots of a page
     itemsize: int  # bytes of a number of pages
     query_itemsize: int
     has_sinks: bool = False
+    values: int | None = None  # of latents, see `Sizes`
 
     @property
     def streams(self) -> int:
         """Tokens side by side in one row of a page; each is a stream (see `kernel.py`)."""
         return row_size(self.d) // self.d
+
+    @property
+    def result(self) -> int:
+        """V, the numbers of a query head's result."""
+        return self.values or self.d
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a context token."""
+        arrays = 2 if self.values is None else 1
+        return arrays * self.heads * self.d * self.itemsize
+
+    @property
+    def longest_short(self) -> int:
+        """The most query tokens of a row that has a tile of its own."""
+        fitting = [size for size in SHORT if self.group * size <= MAX_SHORT_ROWS]
+        return max(fitting, default=1)
+
+    @property
+    def min_tokens(self) -> int:
+        """The fewest query tokens of a chunk's tile. Latents have so many query heads of a key
+        head that fewer tokens fill whole registers.
+        """
+        if self.values is None:
+            return MIN_TOKENS
+        return MIN_TOKENS // math.gcd(MIN_TOKENS, self.group)
 
 
 # --- queries as tiles -----------------------------------------------------------------------------
@@ -287,7 +380,7 @@ def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
     The context tokens of a step are the power of two that fits in `decode_step` bytes, between the
     bounds of `tiles`.
     """
-    tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
+    tokens = tiles.decode_step // shape.token_bytes
     span = max(tiles.shortest_span, min(tiles.longest_span, _power_of_two(tokens)))
     sizes = Sizes(
         units=tiles.decode_units,
@@ -297,6 +390,7 @@ def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
         span=max(span, shape.s),
         stages=tiles.decode_stages,
         kernel="decode" if queries == 1 else f"short{queries}",
+        values=shape.values,
     )
     return sizes_that_fit(shape, sizes, tiles.vmem_limit)
 
@@ -305,12 +399,13 @@ def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
     """Returns sizes whose tiles have `chunk_rows` rows for each key head."""
     sizes = Sizes(
         units=1,
-        tokens=max(MIN_TOKENS, _power_of_two(tiles.chunk_rows // shape.group)),
+        tokens=max(shape.min_tokens, _power_of_two(tiles.chunk_rows // shape.group)),
         streams=shape.streams,
         block_size=shape.s,
         span=max(tiles.chunk_span, shape.s),
         stages=tiles.chunk_stages,
         kernel="chunks",
+        values=shape.values,
     )
     return sizes_that_fit(shape, sizes, tiles.vmem_limit)
 
@@ -322,7 +417,7 @@ def sizes_that_fit(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
     kernel.
     """
     span = max(LANES, shape.s)
-    tokens = min(sizes.tokens, MIN_TOKENS)
+    tokens = min(sizes.tokens, shape.min_tokens)
     for field, minimum in (
         ("span", 2 * span),
         ("units", 1),
@@ -474,6 +569,34 @@ def shape_obstacle(
     return ""
 
 
+def latent_shape_obstacle(
+    dtype: str, rank: int, row: int, block_size: int, heads: int, *, interpret: bool = False
+) -> str:
+    """As `shape_obstacle`, for pages of latents.
+
+    Args:
+        rank: numbers of a latent.
+        row: numbers of a row: those that are kept of a token, or with the zeros behind them.
+    """
+    if dtype not in DTYPES:
+        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+    if interpret:
+        return "" if row % LANES == 0 else f"needs rows of whole {LANES} numbers, and they have {row}"
+    sizes = rank, whole_rows(row)
+    if sizes != (LATENT[0], whole_rows(LATENT[1])):
+        return (
+            f"reads latents of {LATENT[0]} numbers in rows of {LATENT[1]}, and they have {rank} "
+            f"in rows of {row}"
+        )
+    if block_size not in BLOCK_SIZES:
+        return (
+            f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+        )
+    if heads > MAX_LATENT_HEADS:
+        return f"takes at most {MAX_LATENT_HEADS} query heads over latents, and there are {heads}"
+    return ""
+
+
 def scalar_memory_obstacle(rows: int, width: int) -> str:
     """Returns what does not fit in scalar memory, as the rest of a sentence; empty if all does."""
     needed = 4 * rows * width
@@ -499,6 +622,27 @@ def obstacle(
     return wrong_device(device) or shape_obstacle(dtype, head_dim, block_size, heads // kv_heads)
 
 
+def latent_obstacle(
+    device: Any,
+    *,
+    dtype: str,
+    query_dtype: str,
+    head_dim: int,
+    block_size: int,
+    kv_heads: int,
+    heads: int,
+    rank: int,
+) -> str:
+    """See `implementation.Latents`."""
+    return wrong_device(device) or latent_shape_obstacle(dtype, rank, head_dim, block_size, heads)
+
+
 IMPLEMENTATION = Implementation(
-    "pallas_tpu", paged_attention, obstacle, row_size, kv_write_tpu.write, takes_sinks=True
+    "pallas_tpu",
+    paged_attention,
+    obstacle,
+    row_size,
+    kv_write_tpu.write,
+    latents=Latents(latent_attention, latent_obstacle, whole_rows),
+    takes_sinks=True,
 )

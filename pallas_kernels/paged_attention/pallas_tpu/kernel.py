@@ -18,6 +18,9 @@ each of these tokens, a *stream*:
 Each stream has its own softmax. At the item's end the streams are merged like the parts of a split
 context (Flash-Decoding). So no lane is padding, neither in HBM nor in a copy. Exponentials are
 powers of two.
+
+Latents (`Sizes.values`) have one key head, and no pages of values: the first lanes of a key's row
+are its value. A row is copied once, and read twice in VMEM.
 """
 
 from __future__ import annotations
@@ -70,6 +73,9 @@ class Sizes(NamedTuple):
     span: int  # context tokens of a step, a multiple of the block size
     stages: int
     kernel: str = "decode"  # its name in profiles and in the compiler's reports
+    # Lanes of a row of keys that are its values, a multiple of 128, in pages of latents; None:
+    # values have pages of their own
+    values: int | None = None
 
 
 class Scores(NamedTuple):
@@ -91,16 +97,24 @@ class Refs(NamedTuple):
     tables: Any  # [B * M]
     q: Any  # [1, U, K, R, L]
     k_pages: Any  # [P, K, S / streams, L]
-    v_pages: Any
-    out: Any  # [1, U, K, R / streams, L]
+    v_pages: Any  # the same; None: values are in the rows of keys
+    out: Any  # [1, U, K, R / streams, V], V as in `attend`
     k_ring: Any  # [stages, pages, K, S / streams, L]
-    v_ring: Any
-    acc: Any  # [K, R, L] f32 running weighted sums
+    v_ring: Any  # the same; None: as v_pages
+    acc: Any  # [K, R, V] f32 running weighted sums
     top: Any  # [K, R, 128] f32 running maxima
     norm: Any  # [K, R, 128] f32 running sums of weights
     cursor: Any  # [4]
     arrived: Any  # [stages] semaphores
     sinks: Any = None  # [K, R / streams, 128] f32, in powers of two; None: there are none
+
+
+# the arrays of `Refs` in a call's order: arguments, the result, scratch memory
+ARRAYS = (
+    *("tables", "q", "k_pages", "v_pages", "sinks"),
+    "out",
+    *("k_ring", "v_ring", "acc", "top", "norm", "cursor", "arrived"),
+)
 
 
 def vmem_bytes(
@@ -119,8 +133,10 @@ def vmem_bytes(
         itemsize: of the pages.
     """
     _, units, heads, rows, lanes = q_shape
-    ring = 2 * sizes.stages * heads * sizes.span // sizes.streams * lanes * itemsize
-    sums = heads * rows * (lanes + 2 * LANES) * 4
+    arrays = 2 if sizes.values is None else 1
+    result_lanes = sizes.values or lanes
+    ring = arrays * sizes.stages * heads * sizes.span // sizes.streams * lanes * itemsize
+    sums = heads * rows * (result_lanes + 2 * LANES) * 4
     scores = min(heads, UNROLLED) * rows * sizes.span // sizes.streams * 4 * (2 + itemsize)
     sinks = 2 * heads * rows // sizes.streams * LANES * 4 if has_sinks else 0
     return (
@@ -128,7 +144,7 @@ def vmem_bytes(
         + sums
         + scores
         + sinks
-        + 2 * units * heads * (rows + rows // sizes.streams) * lanes * q_itemsize
+        + 2 * units * heads * (rows * lanes + rows // sizes.streams * result_lanes) * q_itemsize
     )
 
 
@@ -150,7 +166,8 @@ def attend(
 
     Args:
         q: [bundles, U, K, R, L] tiles, R in the order (stream, query head, query token).
-        k_pages, v_pages: [P, K, S / streams, L].
+        k_pages, v_pages: [P, K, S / streams, L]. v_pages is None for latents, where K and streams
+            are 1.
         tables: [B * M] page ids.
         sinks: [K, R / streams] float32, of each row of a result; None: there are none.
         width: M.
@@ -158,17 +175,20 @@ def attend(
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
 
     Returns:
-        [bundles, U, K, R / streams, L] in q's dtype, with a row for each (query head, query token).
-        The result is in the first D lanes. Queries without an item have zeros.
+        [bundles, U, K, R / streams, V] in q's dtype, with a row for each (query head, query token).
+        V is L, and of latents `sizes.values`. The result is in the first D lanes, or those of a
+        latent. Queries without an item have zeros.
     """
     bundles, units, heads, rows, lanes = q.shape
     ring = (sizes.stages, sizes.span // sizes.block_size, heads, *k_pages.shape[2:])
     result_rows = rows // sizes.streams
+    result_lanes = sizes.values or lanes
+    pages = [k_pages] if sizes.values else [k_pages, v_pages]
 
-    def bundle_spec(rows):
+    def bundle_spec(rows, lanes):
         return pl.BlockSpec((1, units, heads, rows, lanes), lambda i, *_: (i, 0, 0, 0, 0))
 
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_hbm = [pl.BlockSpec(memory_space=pltpu.HBM) for _ in pages]
     sink_rows = []
     sink_specs = []
     if sinks is not None:
@@ -180,35 +200,37 @@ def attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work) + 1,
             grid=(bundles,),
-            in_specs=[bundle_spec(rows), in_hbm, in_hbm, *sink_specs],
-            out_specs=bundle_spec(result_rows),
+            in_specs=[bundle_spec(rows, lanes), *in_hbm, *sink_specs],
+            out_specs=bundle_spec(result_rows, result_lanes),
             scratch_shapes=[
-                pltpu.VMEM(ring, k_pages.dtype),
-                pltpu.VMEM(ring, v_pages.dtype),
-                pltpu.VMEM((heads, rows, lanes), jnp.float32),
+                *[pltpu.VMEM(ring, array.dtype) for array in pages],
+                pltpu.VMEM((heads, rows, result_lanes), jnp.float32),
                 pltpu.VMEM((heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((heads, rows, LANES), jnp.float32),
                 pltpu.SMEM((4,), jnp.int32),
                 pltpu.SemaphoreType.DMA((sizes.stages,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((bundles, units, heads, result_rows, lanes), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((bundles, units, heads, result_rows, result_lanes), q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
         ),
         interpret=interpret,
         name=f"paged_attention_{sizes.kernel}",
     )
-    return call(*work, tables, q, *pinned(k_pages, v_pages, interpret=interpret), *sink_rows)
+    return call(*work, tables, q, *pinned(*pages, interpret=interpret), *sink_rows)
 
 
 def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
     """Computes one bundle of the grid."""
     scalar_count = len(Work._fields)
     work = Work(*refs[:scalar_count])
-    tables, q, k_pages, v_pages, *others = refs[scalar_count:]
-    sinks = others.pop(0) if scores.has_sinks else None
-    r = Refs(sizes, scores, width, work, tables, q, k_pages, v_pages, *others, sinks=sinks)
+    absent = set() if scores.has_sinks else {"sinks"}
+    if sizes.values:
+        absent |= {"v_pages", "v_ring"}
+    names = [name for name in ARRAYS if name not in absent]
+    arrays = dict.fromkeys(absent) | dict(zip(names, refs[scalar_count:], strict=True))
+    r = Refs(sizes, scores, width, work, **arrays)
     bundle = pl.program_id(0)
     total = r.work.first[pl.num_programs(0)]
 
@@ -256,10 +278,13 @@ def page_of(r: Refs, item, step, page):
 def _copies(r: Refs, slot, item, step, act) -> None:
     """Calls `act` for the copy of each page of a step, keys and values, into a slot of the
     rings."""
+    arrays = [(r.k_pages, r.k_ring)]
+    if r.v_pages is not None:
+        arrays.append((r.v_pages, r.v_ring))
 
     def copy_page(page, _):
         source = page_of(r, item, step, page)
-        for pages, ring in ((r.k_pages, r.k_ring), (r.v_pages, r.v_ring)):
+        for pages, ring in arrays:
             act(pltpu.make_async_copy(pages.at[source], ring.at[slot, page], r.arrived.at[slot]))
 
     lax.fori_loop(*page_range(r, step, _visible_range(r, item)), copy_page, None)
@@ -345,9 +370,9 @@ def _clear(r: Refs, slot, step, visible) -> None:
     """Sets values that are not visible to zero, because 0 * NaN is not 0.
 
     With several streams it also clears keys: the zeros of one stream's query are multiplied by the
-    tokens of the other streams.
+    tokens of the other streams. Latents are both.
     """
-    _, pages, heads, rows, lanes = r.v_ring.shape
+    _, pages, heads, rows, lanes = r.k_ring.shape
 
     def index(axis):
         return lax.broadcasted_iota(jnp.int32, (pages, rows, lanes), axis)
@@ -359,7 +384,10 @@ def _clear(r: Refs, slot, step, visible) -> None:
     )
     token = token + step * r.sizes.span
     real = (token >= visible[0]) & (token < visible[1])
-    rings = (r.v_ring,) if r.sizes.streams == 1 else (r.v_ring, r.k_ring)
+    if r.v_ring is None:
+        rings = (r.k_ring,)
+    else:
+        rings = (r.v_ring,) if r.sizes.streams == 1 else (r.v_ring, r.k_ring)
 
     def clear_head(head, _):
         for ring in rings:
@@ -386,7 +414,7 @@ def _update(r: Refs, unit, slot, head, hidden) -> None:
     """Merges one head's span into the running softmax."""
     q = r.q[0, unit, head]  # [R, L]
     keys = r.k_ring[slot, :, head]  # [pages, S / streams, L]
-    values = r.v_ring[slot, :, head]
+    values = keys[:, :, : r.sizes.values] if r.v_ring is None else r.v_ring[slot, :, head]
     dtype = jnp.promote_types(q.dtype, keys.dtype)
     keys, values = (a.reshape(-1, a.shape[-1]).astype(dtype) for a in (keys, values))
     exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
