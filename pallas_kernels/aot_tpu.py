@@ -63,6 +63,26 @@ class Case:
     options: tuple[tuple[str, float], ...] = ()
     name: str = ""
     sinks: bool = False
+    rank: int | None = None  # numbers of a latent, of `head_size` that are kept of a token
+
+    @property
+    def row(self) -> int:
+        """Numbers of a row of queries, and of keys or latents in a page."""
+        from pallas_kernels.shared.tpu import whole_rows
+
+        return self.head_size if self.rank is None else whole_rows(self.head_size)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that are read of a token for each key head, its row and its value: both of keys
+        and values, and the row alone of latents.
+        """
+        return 2 * self.head_size if self.rank is None else self.row
+
+    @property
+    def query_numbers(self) -> int:
+        """Numbers of a query and of its result."""
+        return self.row + (self.rank or self.head_size)
 
     def __str__(self) -> str:
         words = [
@@ -74,6 +94,8 @@ class Case:
         words += [name for name, _ in self.options]
         if self.sinks:
             words.append("sinks")
+        if self.rank:
+            words.append(f"latents of {self.rank}")
         if self.name:
             words.append(self.name)
         return ", ".join(words)
@@ -111,8 +133,12 @@ def cases() -> Iterator[Case]:
         BLOCK_SIZES,
         DTYPES,
         HEAD_SIZES,
+        LATENT,
+        MAX_LATENT_HEADS,
     )
 
+    rank, kept = LATENT
+    latents = partial(Case, 1, head_size=kept, rank=rank)
     yield Case(3, 3, 64, 16, name="SmolLM2-135M")
     yield Case(8, 4, 128, 16, name="Llama-3-8B")
     yield Case(1, 8, 128, 16, name="Llama-3-70B, one of 8 chips")
@@ -120,6 +146,16 @@ def cases() -> Iterator[Case]:
     yield Case(12, 1, 64, 16, name="GPT-2")
     yield Case(32, 1, 128, 16, name="Llama-2-7B")
     yield Case(8, 8, 64, 16, options=(("window", 128),), name="GPT-OSS", sinks=True)
+    yield latents(16, block_size=16, name="DeepSeek-V2-Lite")
+    yield latents(MAX_LATENT_HEADS, block_size=16, name="DeepSeek-V3")
+    for dtype in DTYPES:
+        for s in BLOCK_SIZES:
+            yield latents(32, block_size=s, dtype=dtype)
+        yield latents(MAX_LATENT_HEADS, block_size=8, dtype=dtype)
+    for heads in (1, 3, 64):
+        yield latents(heads, block_size=16)
+    yield latents(32, block_size=16, options=(("window", 4096),))
+    yield latents(32, block_size=16, options=(("soft_cap", 50.0),))
     for d in HEAD_SIZES:
         for dtype in DTYPES:
             for s in BLOCK_SIZES:
@@ -203,24 +239,25 @@ def lower(function: Any, arguments: Any, target: str) -> Any:
 def arguments_of(case: Case) -> tuple[Any, ...]:
     """Returns the shapes of a layer's arguments.
 
-    They are pages, new keys and values, q, slots, block tables, lengths, cu_q_lens, and sinks if
-    the case has some.
+    They are q, slots, block tables, lengths, cu_q_lens, and sinks if the case has some. Before them
+    are pages and new numbers: of keys and of values, or of latents.
     """
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels.shared.tpu import row_size
 
-    d = case.head_size
+    d = case.row
     row = row_size(d)
     pages = jax.ShapeDtypeStruct((PAGES, case.heads, case.block_size * d // row, row), case.dtype)
     new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
     q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
+    kept = (pages, new) if case.rank else (pages, pages, new, new)
     shapes = (TOKENS,), (ROWS, WIDTH), (ROWS,), (ROWS + 1,)
     numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     if case.sinks:
         numbers.append(jax.ShapeDtypeStruct((case.heads * case.group,), jnp.float32))
-    return (pages, pages, new, new, q, *numbers)
+    return (*kept, q, *numbers)
 
 
 def compile_case(
@@ -236,30 +273,31 @@ def compile_case(
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
     write = partial(kv_write.IMPLS["pallas_tpu"], tiles=tiles)
+    options: dict[str, Any] = {"scale": case.head_size**-0.5, "tiles": tiles, **dict(case.options)}
+
+    def latent_layer(pages, x, q, slots, *rows):
+        pages, _ = write(pages, None, x, None, slots, rows=ROWS)
+        out = pallas_tpu.latent_attention(q, pages, *rows, rank=case.rank, **options)
+        return pages, out
 
     def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, cu_q_lens, sinks=None):
         k_pages, v_pages = write(k_pages, v_pages, k, v, slots, rows=ROWS)
-        options: dict[str, Any] = dict(case.options)
         out = pallas_tpu.paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            tables,
-            lengths,
-            cu_q_lens,
-            scale=case.head_size**-0.5,
-            tiles=tiles,
-            sinks=sinks,
-            **options,
+            q, k_pages, v_pages, tables, lengths, cu_q_lens, sinks=sinks, **options
         )
         return k_pages, v_pages, out
 
+    if case.rank:
+        program = jax.jit(latent_layer, donate_argnums=0)
+    else:
+        program = jax.jit(layer, donate_argnums=(0, 1))
     started = time.perf_counter()
-    lower(jax.jit(layer, donate_argnums=(0, 1)), arguments_of(case), target).compile()
+    lower(program, arguments_of(case), target).compile()
     seconds = time.perf_counter() - started
     kernel_sizes = sizes(case, tiles)
     kernels = {
-        kernel: read_dump(dump, kernel, trips(case, kernel_sizes.get(kernel))) for kernel in KERNELS
+        kernel: read_dump(dump, kernel, trips(case, kernel_sizes.get(kernel)))
+        for kernel in ("write", *kernel_sizes)
     }
     return kernels, seconds
 
@@ -339,10 +377,12 @@ def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
     import jax.numpy as jnp
 
     itemsize = jnp.dtype(case.dtype).itemsize
-    token_bytes = 2 * case.heads * case.head_size * itemsize  # keys and values
-    model = {"heads": case.heads, "group": case.group, "d": case.head_size, "s": case.block_size}
+    token_bytes = case.heads * case.numbers * itemsize
+    # `Shape` counts a product with each of d keys and each of d values
+    d = case.query_numbers // 2
+    model = {"heads": case.heads, "group": case.group, "d": d, "s": case.block_size}
     visible = min(CONTEXT, int(dict(case.options).get("window", CONTEXT)))
-    query_bytes = token_bytes * case.group  # queries and results of a token, which are as many
+    query_bytes = case.heads * case.group * case.query_numbers * itemsize
     tile = chunk_tokens(case, tiles)
     # context tokens that the tiles of a prompt read, all together
     prompt_reads = sum(min(PROMPT, end) for end in range(tile, PROMPT + tile, tile))
@@ -364,7 +404,7 @@ def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
             flops[kernel],
             max(nbytes[kernel] / tiles.bandwidth, flops[kernel] / tiles.flops),
         )
-        for kernel in KERNELS
+        for kernel in nbytes
     }
 
 
@@ -383,14 +423,17 @@ def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
     shape = pallas_tpu.Shape(
         heads=case.heads,
         group=case.group,
-        d=case.head_size,
+        d=case.row,
         s=case.block_size,
         itemsize=itemsize,
         query_itemsize=itemsize,
         has_sinks=case.sinks,
+        values=case.rank,
     )
     decodes = {
-        kernel: pallas_tpu.decode_sizes(shape, tiles, count) for kernel, count in QUERIES.items()
+        kernel: pallas_tpu.decode_sizes(shape, tiles, count)
+        for kernel, count in QUERIES.items()
+        if count <= shape.longest_short
     }
     return {**decodes, "chunks": pallas_tpu.chunk_sizes(shape, tiles)}
 
@@ -475,7 +518,7 @@ def run(target: str, *, as_json: bool, only_quick: bool, stages: int | None) -> 
             print(text, flush=True)
     if not as_json:
         print(
-            f"{len(programs)} programs of {len(KERNELS)} kernels and {len(products)} products for "
-            f"{target}, {failures} failed"
+            f"{len(programs)} programs of up to {len(KERNELS)} kernels and {len(products)} "
+            f"products for {target}, {failures} failed"
         )
     return 1 if failures else 0

@@ -290,6 +290,13 @@ def test_every_supported_tpu_shape_is_compiled():
         for dtype in pallas_tpu.DTYPES
     }
     assert {(case.head_size, case.block_size, case.dtype) for case in cases} >= claimed
+    latents = [case for case in cases if case.rank]
+    assert {(case.block_size, case.dtype) for case in latents} == {
+        (s, dtype) for s in pallas_tpu.BLOCK_SIZES for dtype in pallas_tpu.DTYPES
+    }
+    assert {(case.rank, case.head_size) for case in latents} == {pallas_tpu.LATENT}
+    assert max(case.group for case in latents) == pallas_tpu.MAX_LATENT_HEADS
+    assert {case.group for case in aot_tpu.quick(latents)} == {16, 128}
     assert set(aot_tpu.TOPOLOGIES) == set(TPUS)
 
 
@@ -369,6 +376,17 @@ def test_a_roofline_counts_bytes_and_operations():
     assert estimates["chunks"].flops == 4 * 32 * 128 * sum(range(1, 2049))
     windowed = aot_tpu.estimates(aot_tpu.Case(8, 4, 128, 16, options=(("window", 256),)), tiles)
     assert windowed["decode"].nbytes == cache / 4 + queries
+
+
+def test_a_roofline_of_latents_counts_a_row_once_with_its_padding():
+    tiles = TpuTiles.read("v5e")
+    case = aot_tpu.Case(1, 128, 576, 16, rank=512)
+    estimates = aot_tpu.estimates(case, tiles)
+    queries = 64 * 128 * (640 + 512) * 2
+    assert estimates["decode"].nbytes == 64 * 1024 * 640 * 2 + queries
+    assert estimates["decode"].flops == 64 * 1024 * 128 * 2 * (640 + 512)
+    assert estimates["write"].nbytes == 64 * 8 * 640 * 2 * 2
+    assert "short8" not in aot_tpu.sizes(case, tiles)
 
 
 @needs_libtpu
