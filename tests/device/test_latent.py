@@ -24,6 +24,7 @@ from pagedjax.device.models.latent import Latent, LatentAttention, latent_pages
 from pagedjax.device.rope import Rope
 from tests.device.test_llama import lay_out
 from tests.device.test_mixers import steps_of
+from tests.device.test_step_tpu import interpreted
 from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
@@ -138,10 +139,11 @@ class World(NamedTuple):
     block_size: int
 
 
-def world(block_size: int) -> World:
+def world(block_size: int, impl: str = "reference") -> World:
     count = len(LENGTHS) * WIDTH
     rng = np.random.default_rng(1)
-    sizes = BlockSizes(block_size, 1, LATENT.row, "float32", LATENT.row)
+    row = attention.latent_row(impl, LATENT.row)
+    sizes = BlockSizes(block_size, 1, row, "float32", row)
     (name, shape), *further_pages = latent_pages(sizes).items()
     assert not further_pages, "a token has one row, and no values beside it"
     numbers = rng.standard_normal((count + 1, *shape.shape)).astype(np.float32)
@@ -169,7 +171,7 @@ def check_steps(
     rng = np.random.default_rng(2)
     inputs = [rng.standard_normal((n, 32)).astype(np.float32) for n in LENGTHS]
     expected = [defined(layer, x.astype(np.float64)).y for x in inputs]
-    pages, tables, _ = world(block_size)
+    pages, tables, _ = world(block_size, impl)
     computed = [0] * len(LENGTHS)
     for step in steps_of(chunks):
         batch = lay_out(step, computed, [np.zeros(n, int) for n in LENGTHS], tables, T, block_size)
@@ -206,6 +208,23 @@ def test_a_layer_is_that_of_its_definition_for_chunks_of_any_size(impl, query_ra
     check_steps(query_rank, impl, block_size, [(7, 1, 2), (1, 0, 7), (15, 0, 0)])
 
 
+@pytest.fixture
+def on_a_tpu(monkeypatch):
+    """The TPU kernels, interpreted. Their rows have 128 numbers."""
+    monkeypatch.setitem(
+        attention.IMPLS, "pallas_tpu", interpreted(attention.IMPLS["pallas_tpu"])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_layer_in_padded_rows_is_that_of_its_definition(block_size, on_a_tpu):
+    assert attention.latent_row("pallas_tpu", LATENT.row) == 128
+    for size in (1, 5, 9):  # decodes, short rows and expanded chunks
+        check_steps(12, "pallas_tpu", block_size, chunks_of(size))
+    check_steps(12, "pallas_tpu", block_size, [(7, 1, 2), (1, 0, 7), (15, 0, 0)])
+
+
 @pytest.mark.parametrize("impl", ["xla", "cpu"])
 @pytest.mark.default_cases("xla")
 def test_absorbed_and_expanded_chunks_have_one_result(impl):
@@ -231,18 +250,21 @@ def test_absorbed_and_expanded_chunks_have_one_result(impl):
     chex.assert_trees_all_close(results["expanded"], results["absorbed"], atol=ATOL)
 
 
-def test_taps_get_the_weights_of_the_definition():
+@pytest.mark.parametrize("impl", ["reference", "pallas_tpu"])
+@pytest.mark.default_cases("reference")
+@pytest.mark.slow_cases("pallas_tpu")
+def test_taps_get_the_weights_of_the_definition(impl, on_a_tpu):
     layer = layer_of(12)
     length = LENGTHS[0]
     x = np.random.default_rng(4).standard_normal((length, 32)).astype(np.float32)
-    pages, tables, block_size = world(4)
+    pages, tables, block_size = world(4, impl)
     padded = np.pad(x, ((0, T - length), (0, 0)))
     prompts = [np.zeros(n, int) for n in LENGTHS]
     batch = lay_out([(0, length)], [0] * 3, prompts, tables, T, block_size)
-    _, pages, _ = run(12, "reference", padded, pages, batch)
+    _, pages, _ = run(12, impl, padded, pages, batch)
     last = lay_out([(0, 1)], [length - 1, 0, 0], prompts, tables, 3, block_size)
     angles = jnp.asarray(angle_tables(layer.config))[:, :, last.positions]
-    attend = attention.attend("reference", layer.config.attn_scale)
+    attend = attention.attend(impl, layer.config.attn_scale)
     queries = np.pad(x[-1:], ((0, 2), (0, 0)))
     weights = layer.module.weights(
         queries, pages["k"], jax.tree.map(jnp.asarray, last), angles, attend, (0, 2), norm=None

@@ -15,16 +15,24 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention, cache
 from pagedjax.engine import geometry
-from pallas_kernels.paged_attention import IMPLS
+from pallas_kernels.paged_attention import IMPLS, Implementation
+
+
+def interpreted(impl: Implementation) -> Implementation:
+    """The TPU kernels on any device, interpreted as ordinary XLA."""
+    assert impl.latents
+    of_latents, attend, write = (
+        partial(call, interpret=True) for call in (impl.latents.attend, impl.attend, impl.write)
+    )
+    accept = lambda device, **sizes: ""  # noqa: E731
+    latents = impl.latents._replace(attend=of_latents, obstacle=accept)
+    return impl._replace(attend=attend, write=write, obstacle=accept, latents=latents)
 
 
 @pytest.fixture
 def on_a_tpu(monkeypatch):
     """An engine on a CPU accepts the TPU kernels and interprets them."""
-    impl = IMPLS["pallas_tpu"]
-    attend, write = (partial(call, interpret=True) for call in (impl.attend, impl.write))
-    changed = impl._replace(attend=attend, write=write, obstacle=lambda device, **sizes: "")
-    monkeypatch.setitem(IMPLS, "pallas_tpu", changed)
+    monkeypatch.setitem(IMPLS, "pallas_tpu", interpreted(IMPLS["pallas_tpu"]))
 
 
 def greedy(model, prompts, tokens: int, impl: str, **config) -> list[list[int]]:

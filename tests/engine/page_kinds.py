@@ -101,6 +101,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "recomputed": SCARCE,
     "blocks of a token": {"block_size": 1, "max_num_batched_tokens": 9},
     "plain XLA": {"block_size": 8, "attention_impl": "xla", "max_num_batched_tokens": 32},
+    "kernels of a TPU": {
+        "block_size": 8,
+        "attention_impl": "pallas_tpu",
+        "max_num_batched_tokens": 8,
+        "token_buckets": (8,),
+    },
     "all blocks kept": {"block_size": 4, "free_window_blocks": False},
     "drafts": {
         "block_size": 8,
@@ -235,7 +241,7 @@ KINDS = {
     "latents": PageKind(
         with_latents,
         REFERENCE,
-        slow=(*SLOW_RUN, "plain XLA", "three devices, heads of zeros"),
+        slow=(*SLOW_RUN, "plain XLA", "kernels of a TPU", "three devices, heads of zeros"),
         exhaustive=("blocks of a token", "no lookahead", "a baseline"),
         refused={
             "equal bits": (

@@ -80,7 +80,9 @@ def engines_of_kinds() -> list[Any]:
 
 
 @pytest.mark.parametrize(("subject", "engine"), engines_of_kinds(), indirect=["subject"])
-def test_tokens_do_not_depend_on_how_pages_are_kept(subject, engine, tiny_folder, tmp_path):
+def test_tokens_do_not_depend_on_how_pages_are_kept(
+    subject, engine, tiny_folder, tmp_path, on_a_tpu
+):
     options = ENGINES[engine]
     if engine == "a draft model":  # of attention alone
         drafter = {"method": "draft", "model": str(tiny_folder), "num_tokens": 3}
