@@ -50,7 +50,9 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 32  # query heads of a key head
 LATENT = (512, 576)  # numbers of a latent, and with the rotated key
 MAX_LATENT_HEADS = 128
-MAX_SHORT_ROWS = 512  # rows of registers of a short row's tile: query heads times query tokens
+# Query heads of a key head times query tokens of a short row, times bytes of a number. With more
+# the tile does not fit in VMEM.
+MAX_SHORT_BYTES = 1024
 MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
 # Bytes of scalar memory for block tables and items; the compiler needs the rest
 SMEM = 2**20 - 2**17
@@ -299,8 +301,8 @@ class Shape(NamedTuple):
     @property
     def longest_short(self) -> int:
         """The most query tokens of a row that has a tile of its own."""
-        fitting = [size for size in SHORT if self.group * size <= MAX_SHORT_ROWS]
-        return max(fitting, default=1)
+        head_bytes = self.group * max(self.itemsize, self.query_itemsize)
+        return max([size for size in SHORT if head_bytes * size <= MAX_SHORT_BYTES], default=1)
 
     @property
     def min_tokens(self) -> int:
