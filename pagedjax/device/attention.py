@@ -35,6 +35,8 @@ Attend = Callable[..., jax.Array]
 # first run (experiments/results/h200); "pallas_tpu" is not until it has run on a TPU. All of them
 # take sinks.
 DEFAULTS = "cpu", "pallas_gpu", "xla"
+# The same for latents, whose kernels have run on no GPU and no TPU.
+LATENT_DEFAULTS = "cpu", "xla"
 
 
 def find(name: Any) -> Implementation:
@@ -69,7 +71,9 @@ def choose(
         if reason:
             raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
     if name is None:
-        return next(impl for impl in DEFAULTS if not _obstacle(find(impl), device, **sizes))
+        has_latents = any("rank" in heads for heads in sizes.get("heads_of_layers", ()))
+        defaults = LATENT_DEFAULTS if has_latents else DEFAULTS
+        return next(impl for impl in defaults if not _obstacle(find(impl), device, **sizes))
     if sinks and not find(name).takes_sinks:
         able = ", ".join(repr(impl.name) for impl in IMPLS.values() if impl.takes_sinks)
         raise ValueError(

@@ -21,7 +21,7 @@ IMPLS: dict[str, Implementation] = {
     module.IMPLEMENTATION.name: module.IMPLEMENTATION._replace(probabilities=probabilities)
     for module in MODULES
 }
-for name in ("xla", "cpu", "pallas_tpu"):  # those that read rows of latents
+for name in set(IMPLS) - {"reference"}:  # which has one definition for all rows
     IMPLS[name] = IMPLS[name]._replace(expanded=expanded)
 
 
@@ -174,7 +174,7 @@ def _by_kernel(
             f"pages of latents must be [P, 1, S, R] with q's R; got q {q.shape}, "
             f"pages {pages.shape}"
         )
-    if cu_q_lens is None:
+    if cu_q_lens is None and not impl.decodes_alone:
         cu_q_lens = offsets_of_decodes(seq_lens)
     return impl.latents.attend(
         q,

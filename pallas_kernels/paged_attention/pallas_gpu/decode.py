@@ -309,11 +309,11 @@ def _decode(
     results = kernel(padded, k_pages, v_pages, *of_rows, *sink_arrays)
     if is_one_part:
         return results[0][:, None]
-    out = _merge(*results)[..., : group * queries].reshape(b, heads, d, group, queries)
+    out = merged(*results)[..., : group * queries].reshape(b, heads, d, group, queries)
     return out.transpose(0, 4, 1, 3, 2).reshape(b, queries, n, d).astype(q.dtype)
 
 
-def _merge(o, logs):
+def merged(o, logs):
     """Merges the parts o [B, K, parts, D, G] by the logs of their weights [B, K, parts, G], base 2.
 
     Returns [B, K, D, G]; zeros where all parts are empty.

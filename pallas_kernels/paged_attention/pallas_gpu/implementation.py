@@ -5,6 +5,10 @@ to 4 or of 5 to 8 query tokens, with more columns. All other rows go to `chunks.
 all programs that its tokens can need, because only the device knows the rows' lengths. A call
 without cu_q_lens has only decodes, and runs only the decode kernel. All kernels read pages in
 place, multiply numbers of 16 bits and add in float32.
+
+Latents have a kernel of their own, `latents.py`, for single query tokens. The tokens of longer rows
+are computed by it one by one. Rows of more tokens than `Latent.expands_from` of the model are
+computed by `expanded.py` instead.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.paged_attention.implementation import Implementation, Latents
 from pallas_kernels.paged_attention.rows import (
     sizes_of_short_rows,
     slot_queries,
@@ -33,6 +37,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads of a key head
 # Query heads times query tokens of a short row: with more, its sums do not fit in registers.
 MAX_COLUMNS = 64
+LATENT = (512, 576)  # numbers of a latent, and with the rotated key
 
 
 def paged_attention(
@@ -105,6 +110,51 @@ def paged_attention(
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
+def latent_attention(
+    q,
+    pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    rank: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """See `api.latent_attention`. NaN in slots outside all contexts does not spread.
+
+    Args:
+        tiles: as of `paged_attention`.
+
+    Raises:
+        ValueError: `latent_shape_obstacle` gives a reason.
+    """
+    t, _, row = q.shape
+    if reason := latent_shape_obstacle(str(pages.dtype), rank, row, pages.shape[2]):
+        raise ValueError(f"impl 'pallas_gpu' {reason}; impl 'xla' has no such limit")
+
+    from pallas_kernels.paged_attention.pallas_gpu import latents  # it imports Mosaic GPU
+
+    options = {"rank": rank, "scale": scale, "window": window, "soft_cap": soft_cap}
+    attend = partial(latents.attend, tiles=tiles or Tiles.of(device_kind()), **options)
+    rows = jnp.arange(len(seq_lens), dtype=jnp.int32)
+    if cu_q_lens is None:  # one launch
+        return attend(q, pages, block_tables, seq_lens, rows)
+    first = cu_q_lens[:-1]
+    single = jnp.diff(cu_q_lens) == 1
+    queries = q[jnp.minimum(first, t - 1)]
+    decoded = attend(queries, pages, block_tables, jnp.where(single, seq_lens, 0), rows)
+    token = jnp.arange(t, dtype=jnp.int32)
+    row_of = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1, dtype=jnp.int32), rows[-1])
+    visible = seq_lens[row_of] - (cu_q_lens[row_of + 1] - 1 - token)
+    is_other = (token < cu_q_lens[-1]) & ~single[row_of]
+    lengths = jnp.where(is_other, jnp.maximum(visible, 0), 0)
+    out = attend(q, pages, block_tables, lengths, row_of)
+    return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
+
+
 def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> str:
     """Returns why the kernels cannot take a shape, as the rest of a sentence; empty if they can."""
     if reason := old_jax():
@@ -120,6 +170,42 @@ def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> s
     if group > MAX_GROUP:
         return f"takes at most {MAX_GROUP} query heads for each key head, and there are {group}"
     return ""
+
+
+def latent_shape_obstacle(dtype: str, rank: int, row: int, block_size: int) -> str:
+    """As `shape_obstacle`, for pages of latents of `rank` numbers in rows of `row`."""
+    if reason := old_jax():
+        return reason
+    if dtype not in DTYPES:
+        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+    if (rank, row) != LATENT:
+        return (
+            f"reads latents of {LATENT[0]} numbers in rows of {LATENT[1]}, and they have {rank} "
+            f"in rows of {row}"
+        )
+    if block_size not in BLOCK_SIZES:
+        return (
+            f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+        )
+    return ""
+
+
+def latent_obstacle(
+    device: Any,
+    *,
+    dtype: str,
+    query_dtype: str,
+    head_dim: int,
+    block_size: int,
+    kv_heads: int,
+    heads: int,
+    rank: int,
+) -> str:
+    """See `implementation.Latents`."""
+    reason = wrong_device(device) or latent_shape_obstacle(dtype, rank, head_dim, block_size)
+    if not reason and dtype != query_dtype:
+        reason = f"reads latents of the queries' dtype, and they are {dtype} and {query_dtype}"
+    return reason
 
 
 def obstacle(
@@ -146,6 +232,7 @@ IMPLEMENTATION = Implementation(
     paged_attention,
     obstacle,
     without_drafts=partial(paged_attention, short_rows=False),
+    latents=Latents(latent_attention, latent_obstacle, lambda numbers: numbers),
     decodes_alone=True,
     takes_sinks=True,
 )
