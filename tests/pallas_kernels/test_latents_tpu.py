@@ -90,18 +90,19 @@ def check(case: Case, mode: Any, tiles: TpuTiles | None = None) -> None:
 
 # --- what they compute ----------------------------------------------------------------------------
 
-EVERY = [
-    (heads, s, dtype, mode)
-    for heads in (2, 16, 128)
-    for s in (8, 16, 32)
-    for dtype in pallas_tpu.DTYPES
-    for mode in MODES
+SHAPES = [
+    (heads, s, dtype) for heads in (16, 128) for s in (8, 16, 32) for dtype in pallas_tpu.DTYPES
 ]
 
 
 def shapes(often: tuple[int, int, str, str]) -> pytest.MarkDecorator:
-    """The case of the default run, and all others."""
-    cases = [often, *(slow(*shape) for shape in EVERY if shape != often)]
+    """The case of the default run; in slow runs each shape in one mode."""
+    cases = [pytest.param(*often)]
+    for i, shape in enumerate(SHAPES):
+        for j, mode in enumerate(MODES):
+            mark = pytest.mark.slow if (i + j) % 2 == 0 else pytest.mark.exhaustive
+            if (*shape, mode) != often:
+                cases.append(pytest.param(*shape, mode, marks=mark))
     return pytest.mark.parametrize(("heads", "s", "dtype", "mode"), cases)
 
 
