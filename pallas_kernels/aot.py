@@ -68,9 +68,9 @@ class Case:
     """One compiled program: a kernel at one shape."""
 
     kernel: str
-    head_size: int
+    head_size: int  # or the numbers of a row of latents
     block_size: int
-    group: int  # query heads of a key head
+    group: int  # query heads of a key head, or over latents
     dtype: str = "bfloat16"
     parts: bool = False  # one long row, split over the device
     queries: int = 1  # of a decoded row
@@ -99,19 +99,23 @@ class Case:
         import jax
         import jax.numpy as jnp
 
-        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
+        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode, latents
+        from pallas_kernels.paged_attention.pallas_gpu.implementation import LATENT
 
         rows = 1 if self.parts else 64
-        heads = 8
+        heads = 1 if self.kernel == "latents" else 8
         pages = 1024
         blocks = 32768 // self.block_size
-        t = rows if self.kernel == "decode" else 2048
+        t = 2048 if self.kernel == "chunks" else rows
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         is_short = self.queries > 1
         tokens = (t, self.queries) if is_short else (t,)
         q = jax.ShapeDtypeStruct((*tokens, heads * self.group, self.head_size), self.dtype)
         cache = jax.ShapeDtypeStruct((pages, heads, self.block_size, self.head_size), self.dtype)
         options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(self.options)}
+        if self.kernel == "latents":
+            call = partial(latents.attend, rank=LATENT[0], scale=0.07, tiles=tiles, **options)
+            return call, [q, cache, ints(rows, blocks), ints(rows), ints(rows)]
         if self.kernel == "chunks":
             call = chunks.chunks
         else:
@@ -130,9 +134,12 @@ class Case:
 
     def memory(self, tiles: Tiles) -> tuple[int, int]:
         """Returns the bytes of shared memory that the kernel asks for, and the tiles in flight."""
-        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
+        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode, latents
+        from pallas_kernels.paged_attention.pallas_gpu.implementation import LATENT
 
         d = self.head_size
+        if self.kernel == "latents":
+            return latents.shared_bytes(d, LATENT[0], self.group, itemsize=2), latents.STAGES
         if self.kernel == "chunks":
             return chunks.shared_bytes(d, itemsize=2, tiles=tiles), tiles.chunk_stages
         shared = decode.shared_bytes(d, self.group, itemsize=2, tiles=tiles, queries=self.queries)
@@ -165,6 +172,7 @@ def cases() -> Iterator[Case | Product]:
         BLOCK_SIZES,
         DTYPES,
         HEAD_SIZES,
+        LATENT,
         MAX_COLUMNS,
     )
     from pallas_kernels.paged_attention.rows import SHORT
@@ -196,6 +204,15 @@ def cases() -> Iterator[Case | Product]:
             yield short(16, 4, options=(("soft_cap", 50.0),))
             yield short(16, 4, parts=True)
             yield short(16, MAX_COLUMNS // queries, sinks=True)
+    latents = partial(Case, "latents", LATENT[1])
+    for s in BLOCK_SIZES:
+        yield latents(s, 16)
+    for heads in (1, 20, 128):
+        yield latents(16, heads)
+    yield latents(16, 16, DTYPES[1])
+    yield latents(16, 16, options=(("window", 4096),))
+    yield latents(16, 16, options=(("soft_cap", 50.0),))
+    yield latents(16, 16, parts=True)
     yield from GPT_OSS
     yield from aot_linear.gpu_products()
 
@@ -313,7 +330,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument(
-        "--only", choices=("decode", "chunks", "product"), help="one kernel, of those for GPUs"
+        "--only",
+        choices=("decode", "chunks", "latents", "product"),
+        help="one kernel, of those for GPUs",
     )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a line instead of a table"

@@ -85,7 +85,11 @@ def test_every_supported_gpu_shape_is_compiled():
         assert max(case.group for case in kernel_cases) == pallas_gpu.MAX_GROUP
         with_sinks = {(case.head_size, case.queries) for case in kernel_cases if case.sinks}
         assert with_sinks == {(case.head_size, case.queries) for case in kernel_cases}
-    assert set(aot.GPT_OSS) <= set(aot.quick(cases))
+    latents = [case for case in cases if case.kernel == "latents"]
+    assert {case.block_size for case in latents} == set(pallas_gpu.BLOCK_SIZES)
+    assert {case.dtype for case in latents} == set(pallas_gpu.DTYPES)
+    assert {case.head_size for case in latents} == {pallas_gpu.LATENT[1]}
+    assert {*aot.GPT_OSS, latents[0]} <= set(aot.quick(cases))
 
 
 @pytest.mark.parametrize(
