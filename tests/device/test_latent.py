@@ -211,9 +211,7 @@ def test_a_layer_is_that_of_its_definition_for_chunks_of_any_size(impl, query_ra
 @pytest.fixture
 def on_a_tpu(monkeypatch):
     """The TPU kernels, interpreted. Their rows have 128 numbers."""
-    monkeypatch.setitem(
-        attention.IMPLS, "pallas_tpu", interpreted(attention.IMPLS["pallas_tpu"])
-    )
+    monkeypatch.setitem(attention.IMPLS, "pallas_tpu", interpreted(attention.IMPLS["pallas_tpu"]))
 
 
 @pytest.mark.slow

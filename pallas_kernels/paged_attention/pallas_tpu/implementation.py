@@ -83,7 +83,7 @@ def paged_attention(
     Raises:
         ValueError: `shape_obstacle` or `scalar_memory_obstacle` gives a reason.
     """
-    t, n, d = q.shape
+    _, n, d = q.shape
     heads = k_pages.shape[1]
     s = k_pages.shape[2] * k_pages.shape[3] // d
     b, width = block_tables.shape
@@ -162,9 +162,7 @@ def latent_attention(
     return _of_all_rows(call, q, seq_lens, cu_q_lens)[..., :rank]
 
 
-def _of_all_rows(
-    call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array
-) -> jax.Array:
+def _of_all_rows(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array) -> jax.Array:
     """Computes the attention of q [T, N, D] by the kernels of all lengths of rows: [T, N, V]."""
     t, n, _ = q.shape
     b = len(seq_lens)
@@ -583,7 +581,9 @@ def latent_shape_obstacle(
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
     if interpret:
-        return "" if row % LANES == 0 else f"needs rows of whole {LANES} numbers, and they have {row}"
+        return (
+            "" if row % LANES == 0 else f"needs rows of whole {LANES} numbers, and they have {row}"
+        )
     sizes = rank, whole_rows(row)
     if sizes != (LATENT[0], whole_rows(LATENT[1])):
         return (
