@@ -312,8 +312,8 @@ def write(
 
 def write_latents(attend: Attend, pages: jax.Array, x: jax.Array, batch: Batch) -> jax.Array:
     """Writes rows x [T, 1, R] of latents into pages [P, 1, S, R]. Returns the pages."""
-    has_kernel = isinstance(attend, Bound) and attend.impl.latents is not None
-    # else rows are keys and values: the second result is the same array, and is not computed
-    of_values = (None, None) if has_kernel else (pages, x)
-    written, _ = write(attend, pages, of_values[0], x, of_values[1], batch)
+    if isinstance(attend, Bound) and attend.impl.latents is not None:
+        written, _ = write(attend, pages, None, x, None, batch)
+    else:  # rows are keys and values: the second result is the same array, and is not computed
+        written, _ = write(attend, pages, pages, x, x, batch)
     return written
