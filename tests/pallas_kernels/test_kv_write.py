@@ -122,6 +122,7 @@ def test_bits_of_16_bit_floats_are_those_of_the_nearest_numbers():
         ({"k_pages": (5, 2, 128)}, r"must both be \[P, K, S, D\].* got k_pages \(5, 2, 128\)"),
         ({"v_pages": (4, 2, 8, 16)}, r"must both be \[P, K, S, D\]"),
         ({"v": (8, 2, 8)}, r"k and v \[T, K, D\]"),
+        ({"v": None}, r"v_pages and v None for latents; got .* v_pages \(5, 2, 8, 16\), .* v None"),
         ({"slots": (8, 1)}, r"slots \[T\]; got .*slots \(8, 1\)"),
         ({"k": (8, 3, 16), "v": (8, 3, 16)}, "must have the same K, D and T"),
     ],
@@ -135,7 +136,7 @@ def test_wrong_shapes_raise_with_the_shapes(change, message):
         "slots": (8,),
     }
     arguments = [
-        np.zeros(shape, np.int32 if name == "slots" else np.float32)
+        None if shape is None else np.zeros(shape, np.int32 if name == "slots" else np.float32)
         for name, shape in (good | change).items()
     ]
     with refused(message):
@@ -176,6 +177,29 @@ TPU_SHAPES = [
 @pytest.mark.parametrize(("d", "s", "dtype"), [(64, 16, "bfloat16"), *TPU_SHAPES])
 def test_tpu_kernel_writes_tokens_into_their_slots_and_nowhere_else(d, s, dtype, mode):
     check(Case(d=d, s=s, dtype=dtype), mode)
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
+def test_tpu_kernel_writes_rows_of_latents_into_one_array(mode):
+    case = Case(heads=1, d=640)
+    pages, _, rows, _, slots = case.arrays()
+
+    def compute(interpret):
+        write = partial(kv_write.IMPLS["pallas_tpu"], tiles=SMALL, interpret=interpret)
+        call = jax.jit(partial(kv_write.write, rows=len(case.rows) + 1, impl=write))
+        return call(pages, None, rows, None, slots)
+
+    written, of_values = without_races(compute, mode)
+    assert of_values is None
+    chex.assert_trees_all_equal(np.asarray(written)[1:], expected(pages, rows, slots)[1:])
+
+
+def test_rows_of_latents_are_written_by_a_scatter():
+    for d, s in ((24, 4), (128, 8)):
+        pages, _, rows, _, slots = Case(heads=1, d=d, s=s, dtype="float32").arrays()
+        written, of_values = write(pages, None, rows, None, slots)
+        assert of_values is None
+        chex.assert_trees_all_equal(np.asarray(written)[1:], expected(pages, rows, slots)[1:])
 
 
 def test_tpu_kernel_writes_rows_that_each_begin_in_one_block_and_end_in_the_next():
