@@ -177,8 +177,8 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     """Returns the parts of rows [..., bytes], as arrays of `xp`, numpy or jax.numpy."""
     cells = rows.reshape(*rows.shape[:-1], -1, blocks.bytes)
     size = blocks.scale_bytes
-    scales = _scales_of(cells[..., :size], blocks)
-    offsets = _scales_of(cells[..., size : 2 * size], blocks) if blocks.offset else None
+    scales = scales_of(cells[..., :size], blocks)
+    offsets = scales_of(cells[..., size : 2 * size], blocks) if blocks.offset else None
     numbers = cells[..., blocks.bytes - blocks.number_bytes :]
     if blocks.bits == 8:
         dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
@@ -191,7 +191,7 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
         digits = _halves(numbers, xp)
     numbers = digits.astype("int8")
     if blocks.numbers == "e2m1":
-        return Parts(_doubled(numbers, xp), scales, offsets)
+        return Parts(doubled_numbers(numbers, xp), scales, offsets)
     return Parts(numbers - xp.int8(blocks.zero), scales, offsets)
 
 
@@ -229,15 +229,17 @@ def _shifts(count: int, xp: Any) -> Any:
     return xp.arange(0, DIGIT_BITS, count, dtype="uint8")[:, None]
 
 
-def _scales_of(cells: Any, blocks: Blocks) -> Any:
-    """The scales or offsets [..., blocks] of bytes [..., blocks, bytes]; "e8m0" are halved."""
+def scales_of(cells: Any, blocks: Blocks) -> Any:
+    """Returns the scales or offsets [..., blocks] of bytes [..., blocks, bytes of one], float32;
+    "e8m0" are halved.
+    """
     if blocks.scale == "e8m0":
         return (cells[..., 0].astype("int32") << 23).view("float32") * 0.5
     return cells.view(blocks.scale)[..., 0].astype("float32")
 
 
-def _doubled(digits: Any, xp: Any) -> Any:
-    """Twice the "e2m1" numbers of digits of 4 bits, int8."""
+def doubled_numbers(digits: Any, xp: Any) -> Any:
+    """Returns twice the "e2m1" numbers of digits of 4 bits, int8."""
     exponent = digits >> 1 & 3
     mantissa = digits & 1
     magnitude = xp.where(exponent == 0, mantissa, (mantissa + 2) << exponent >> 1)
@@ -245,6 +247,14 @@ def _doubled(digits: Any, xp: Any) -> Any:
 
 
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the "e2m1" numbers without a sign, in their order
+
+
+def digits_of_doubled(numbers: Any, xp: Any) -> Any:
+    """Returns the digits of "e2m1" numbers that are doubled, uint8: the inverse of
+    `doubled_numbers`.
+    """
+    magnitudes = xp.searchsorted(xp.asarray(DOUBLED, "int8"), abs(numbers))
+    return (magnitudes + 8 * (numbers < 0)).astype("uint8")
 
 
 def weights_of(parts: Parts) -> Any:
@@ -265,17 +275,16 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
     changes no bit of a weight.
     """
     numbers, scales, offsets = parts
-    cells = [_bytes_of(scales, blocks)]
+    cells = [bytes_of_scales(scales, blocks)]
     if blocks.offset:
         negative_zeros = xp.full_like(scales, -0.0)
-        cells.append(_bytes_of(negative_zeros if offsets is None else offsets, blocks))
+        cells.append(bytes_of_scales(negative_zeros if offsets is None else offsets, blocks))
     if blocks.bits == 8:
         dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
         cells.append(numbers.astype(dtype).view("uint8"))
     else:
         if blocks.numbers == "e2m1":
-            magnitudes = xp.searchsorted(xp.asarray(DOUBLED, "int8"), abs(numbers))
-            digits = (magnitudes + 8 * (numbers < 0)).astype("uint8")
+            digits = digits_of_doubled(numbers, xp)
         else:
             digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
         if blocks.bits_apart:
@@ -287,7 +296,8 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
     return rows.reshape(*rows.shape[:-2], -1)
 
 
-def _bytes_of(scales: Any, blocks: Blocks) -> Any:
+def bytes_of_scales(scales: Any, blocks: Blocks) -> Any:
+    """Returns the bytes [..., blocks, bytes of one] uint8, the inverse of `scales_of`."""
     if blocks.scale == "e8m0":
         return ((scales[..., None] * 2).view("int32") >> 23).astype("uint8")
     return scales[..., None].astype(blocks.scale).view("uint8")

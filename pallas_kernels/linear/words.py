@@ -3,8 +3,8 @@ Numbers of 5 and 6 bits are widened to 8.
 
 Words lie in runs. Digit d of word w of a run of R words is the number of the input d * R + w, so one
 shift of a run gives R neighbouring inputs. Behind the words are the scales of blocks and their
-offsets, as words too: the bits of a float32 number, or of two neighbouring float16 ones, the first
-of which is in the lower half.
+offsets, as words too: the bits of a float32 number, of two neighbouring float16 ones, or of four
+powers of two ("e8m0"), the first of which has the lowest bits.
 
 A kernel has an order of its own for runs and scales. `has_words` says which matrices have words; they
 are packed on the host, once. The others stay as they are stored.
@@ -27,22 +27,26 @@ from pallas_kernels.linear.blocks import (
     NUMBERS,
     Blocks,
     Parts,
+    bytes_of_scales,
+    digits_of_doubled,
+    doubled_numbers,
     parts_of,
     rows_of_parts,
+    scales_of,
     weights_of,
 )
 from pallas_kernels.linear.implementation import Epilogue, Matrix, Norm
 
 WORD_BITS = 32
-SCALES_OF_WORD = {"float32": 1, "float16": 2}  # of formats that have words
-HALVED = 32  # inputs of a block with float16 scales, at most: a word has those of 64 inputs
+SCALES_OF_WORD = {"float32": 1, "float16": 2, "e8m0": 4}
+MOST_OF_WORD = 128  # inputs whose scales are in one word, at most
 
 
 class Digits(NamedTuple):
     """The numbers of a matrix, with what belongs to its blocks.
 
-    digits: [M, K] uint8: a number of 4 bits before its zero is subtracted, or the bits of one of 8,
-        to which one of 5 or 6 is widened.
+    digits: [M, K] uint8: an integer of 4 bits before its zero is subtracted, the bits of an "e2m1"
+        number, or those of one of 8 bits, to which one of 5 or 6 is widened.
     scales: [M, blocks of a row] float32; None: int8 numbers by row, whose scales follow the product.
     offsets: as scales; None if blocks have none.
     """
@@ -63,7 +67,7 @@ def digits_of_word(blocks: Blocks | None) -> int:
 
 def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
     """Returns whether a matrix is stored in words: one matrix of int8 numbers, or of blocks of
-    `smallest` inputs or more, of integers or of small floats of 8 bits.
+    `smallest` inputs or more.
 
     Args:
         dtype: of the stored numbers.
@@ -73,9 +77,8 @@ def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
     if matrix.blocks is None:
         return dtype == np.int8
     blocks = matrix.blocks
-    are_known = blocks.bits == 8 or blocks.numbers == NUMBERS[0]
-    largest = HALVED if blocks.scale == "float16" else blocks.inputs
-    return are_known and blocks.scale in SCALES_OF_WORD and smallest <= blocks.inputs <= largest
+    scales = scales_of_word(blocks)
+    return smallest <= blocks.inputs and (scales == 1 or scales * blocks.inputs <= MOST_OF_WORD)
 
 
 def model_obstacle(weight_dtypes: Sequence[str], *, smallest: int) -> str:
@@ -85,7 +88,7 @@ def model_obstacle(weight_dtypes: Sequence[str], *, smallest: int) -> str:
         if has_words(Matrix(0, 0, blocks=BLOCKS.get(name)), number, smallest):
             return ""
     return (
-        f"multiplies matrices in words, of int8 or of blocks of {smallest} integers or more, and "
+        f"multiplies matrices in words, of int8 or of blocks of {smallest} inputs or more, and "
         f"the model's are {', '.join(sorted(set(weight_dtypes)))}"
     )
 
@@ -98,7 +101,9 @@ def digits_of(weight: np.ndarray, blocks: Blocks | None) -> Digits:
     if blocks is None:
         return Digits(weight.view(np.uint8), None, None)
     numbers, scales, offsets = parts_of(weight, blocks, np)
-    if blocks.bits == 4:
+    if blocks.numbers == "e2m1":
+        numbers = digits_of_doubled(numbers, np)
+    elif blocks.bits == 4:
         numbers = numbers + np.int8(blocks.zero)
     return Digits(numbers.view(np.uint8).reshape(len(weight), -1), scales, offsets)
 
@@ -106,7 +111,9 @@ def digits_of(weight: np.ndarray, blocks: Blocks | None) -> Digits:
 def numbers_by_block(digits: Digits, blocks: Blocks, xp: Any) -> Parts:
     """Returns the parts of rows of blocks, whose numbers are in `digits`, as arrays of `xp`."""
     cells = digits.digits.reshape(*digits.scales.shape, blocks.inputs)
-    if blocks.bits == 4:
+    if blocks.numbers == "e2m1":
+        numbers = doubled_numbers(cells.astype("int8"), xp)
+    elif blocks.bits == 4:
         numbers = cells.astype("int8") - xp.int8(blocks.zero)
     else:
         numbers = cells.view("int8" if blocks.numbers == NUMBERS[0] else FLOAT8)
@@ -151,11 +158,15 @@ def scales_of_word(blocks: Blocks) -> int:
 
 def words_of_scales(scales: np.ndarray, blocks: Blocks) -> np.ndarray:
     """Returns [..., words] int32 of scales or offsets [..., blocks] float32."""
-    return np.ascontiguousarray(scales.astype(blocks.scale)).view("<i4")
+    in_bytes = np.ascontiguousarray(bytes_of_scales(scales, blocks))
+    return in_bytes.reshape(*scales.shape[:-1], -1).view("<i4")
 
 
 def scales_in(words: Any, blocks: Blocks) -> Any:
     """Returns [..., blocks] float32, the inverse of `words_of_scales`."""
+    if blocks.scale == "e8m0":
+        in_bytes = words.reshape(-1).view("uint8").reshape(*words.shape[:-1], -1, 1)
+        return scales_of(in_bytes, blocks)
     scales = words.reshape(-1).view(blocks.scale)
     return scales.reshape(*words.shape[:-1], -1).astype("float32")
 
@@ -177,18 +188,24 @@ def numbers_of(words: jax.Array, digit: Any, blocks: Blocks | None) -> jax.Array
 
     digit: an integer, which may be traced.
     """
-    if bits_of(blocks) == 4:
-        assert blocks is not None
-        return (((words >> (4 * digit)) & 15) - blocks.zero).astype(jnp.float32)
+    if blocks is not None and blocks.bits == 4:
+        digits = (words >> (4 * digit)) & 15
+        if blocks.numbers == "e2m1":
+            return _widened(digits, exponent=2, mantissa=1)
+        return (digits - blocks.zero).astype(jnp.float32)
     if blocks is None or blocks.numbers == NUMBERS[0]:
         return ((words << (24 - 8 * digit)) >> 24).astype(jnp.float32)
     return _widened((words >> (8 * digit)) & 255, exponent=4, mantissa=3)
 
 
 def scale_of(word: jax.Array, place: int, blocks: Blocks) -> jax.Array:
-    """Returns one of the scales or offsets of words, as float32. place: which of them."""
+    """Returns one of the scales or offsets of words, as float32. place: which of them, an integer
+    that may be traced.
+    """
     if blocks.scale == "float32":
         return jax.lax.bitcast_convert_type(word, jnp.float32)
+    if blocks.scale == "e8m0":
+        return jax.lax.bitcast_convert_type(((word >> (8 * place)) & 255) << 23, jnp.float32)
     return _widened((word >> (16 * place)) & 0xFFFF, exponent=5, mantissa=10)
 
 

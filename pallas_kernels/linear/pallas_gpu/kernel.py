@@ -194,15 +194,20 @@ def _scaled(numbers: Any, scales_s: Any, layout: Layout, chunk: Any) -> Any:
     blocks = layout.blocks
     assert blocks is not None
     in_word = words.scales_of_word(blocks)
+    # of a word with the scales of more inputs than a piece has, those of the piece
+    place = 0
+    if blocks.inputs * in_word > WORDS and in_word > 1:
+        place = lax.rem(chunk, jnp.int32(blocks.inputs * in_word // WORDS)) * 2
 
     def over_inputs(first: int) -> Any:
         """Of each number, its scale or offset, in the rows behind `first`."""
         row = first + chunk * WORDS // (blocks.inputs * in_word)
-        scales = _over_columns(scales_s, row, 0, blocks)
+        scales = _over_columns(scales_s, row, place, blocks)
         if blocks.inputs >= WORDS:
             return scales
-        # of the other block: in the next row, or in the other half of the word
-        others = _over_columns(scales_s, row + (2 - in_word), in_word - 1, blocks)
+        # of the other block: in the next row, or in the same word
+        is_apart = int(in_word == 1)
+        others = _over_columns(scales_s, row + is_apart, place + 1 - is_apart, blocks)
         inputs = plgpu.broadcasted_iota(jnp.int32, scales.shape, 1, layout=WGMMA)
         return jnp.where(inputs < blocks.inputs, scales, others)
 
@@ -210,7 +215,7 @@ def _scaled(numbers: Any, scales_s: Any, layout: Layout, chunk: Any) -> Any:
     return weights + over_inputs(layout.part_rows) if blocks.offset else weights
 
 
-def _over_columns(scales_s: Any, row: Any, place: int, blocks: Blocks) -> Any:
+def _over_columns(scales_s: Any, row: Any, place: Any, blocks: Blocks) -> Any:
     bits = plgpu.layout_cast(scales_s[row], WGMMA.reduce(1))
     return lax.broadcast_in_dim(words.scale_of(bits, place, blocks), (OUTPUTS, WORDS), [0])
 
