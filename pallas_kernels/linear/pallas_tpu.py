@@ -4,6 +4,7 @@
     copies    Pallas copies the next slab's words from HBM while one is multiplied
     a step    widens the words of a slab to bfloat16 in VMEM, 16 inputs of all outputs of the tile at a time;
               then one product of the matrix unit
+    experts   the tokens of each begin a tile; scalar memory has the matrix of a tile
 
 Words (`words.py`) have outputs in lanes and inputs in sublanes: [slabs, words and scales of a slab,
 M]. So a digit of 16 words is 16 neighbouring inputs, which fill a register of bfloat16, and have one
@@ -101,21 +102,26 @@ class Layout(NamedTuple):
 
 
 def layout_of(matrix: Matrix) -> Layout:
-    """Returns the sizes in which a matrix has the least padding; of those, the largest slabs."""
+    """Returns the sizes in which one matrix has the least padding; of those, the largest slabs."""
     tiles = -(-matrix.inputs // TILE)
     slab = tiles
     if tiles > MOST_TILES:
         slab = min(range(MOST_TILES, FEWEST_TILES - 1, -1), key=lambda size: round_up(tiles, size))
-    return Layout(-(-tiles // slab), slab, round_up(matrix.outputs, LANES), matrix.blocks)
+    outputs = round_up(words.one_of(matrix).outputs, LANES)
+    return Layout(-(-tiles // slab), slab, outputs, matrix.blocks)
 
 
 # --- the layout -----------------------------------------------------------------------------------
 
 
 def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
-    """Returns [slabs, rows of a slab, M with padding] int32; the weight itself if it has no words."""
+    """Returns [slabs of all matrices, rows of a slab, M with padding] int32; the weight itself if it
+    has no words.
+    """
     if not words.has_words(matrix, weight.dtype, PIECE):
         return weight
+    if matrix.count > 1:
+        return words.packed_matrices(pack, weight, matrix)
     layout = layout_of(matrix)
     digits, scales, offsets = words.digits_of(weight, matrix.blocks)
     bits = words.bits_of(matrix.blocks)
@@ -151,6 +157,8 @@ def _digits(columns: Any, matrix: Matrix, xp: Any) -> Digits:
 def unpack(packed: Any, matrix: Matrix) -> Any:
     if packed.dtype != np.int32:
         return packed
+    if matrix.count > 1:
+        return words.unpacked_matrices(unpack, np.asarray(packed), matrix)
     digits = _digits(np.asarray(packed)[..., : matrix.outputs], matrix, np)
     return words.weight_of(digits, matrix.blocks)
 
@@ -208,6 +216,67 @@ def sums(
     return y[: len(x), first - start * width : last - start * width]
 
 
+def sums_of_matrices(
+    x: jax.Array, packed: jax.Array, matrix: Matrix, sizes: jax.Array, *, interpret: Any = False
+) -> jax.Array:
+    """Returns [T, M of one matrix] float32: the sums of the tokens of several matrices, for x [T, K]
+    bfloat16 in the order of the matrices.
+
+    sizes: [count] int32, the tokens of each. interpret: as in `sums`.
+    """
+    layout = layout_of(matrix)
+    tokens = expert_tile(len(x), matrix.count)
+    outputs = words.one_of(matrix).outputs
+    width = min(WIDTH, layout.outputs)
+    last_slab = layout.slabs - 1
+    rows = words.dealt(x, sizes, tokens)
+    tiles = len(rows.matrices)
+    w_tiles = -(-layout.outputs // width)
+
+    # a tile that is not used copies nothing: it stays at the last slab
+
+    def slab_of(i: Any, k: Any, used: Any) -> Any:
+        return jnp.where(i < used[0], k, last_slab)
+
+    def tokens_at(i: Any, j: Any, k: Any, matrices: Any, used: Any) -> Any:
+        return jnp.minimum(i, jnp.maximum(used[0] - 1, 0)), slab_of(i, k, used)
+
+    def words_at(i: Any, j: Any, k: Any, matrices: Any, used: Any) -> Any:
+        return layout.slabs * matrices[i] + slab_of(i, k, used), 0, j
+
+    name = "int8" if matrix.blocks is None else matrix.blocks.name
+    call = pl.pallas_call(
+        partial(_kernel_of_matrices, layout),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(tiles, w_tiles, layout.slabs),
+            in_specs=[
+                pl.BlockSpec((tokens, layout.slab_inputs), tokens_at),
+                pl.BlockSpec((1, layout.slab_rows, width), words_at),
+            ],
+            out_specs=pl.BlockSpec((tokens, width), lambda i, j, k, *_: (i, j)),
+            scratch_shapes=[pltpu.VMEM((layout.slab_inputs, width), jnp.bfloat16)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((tiles * tokens, w_tiles * width), jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=TpuTiles.of(device_kind()).vmem_limit,
+        ),
+        interpret=interpret,
+        name=f"linear_experts_{name}",
+    )
+    padding = ((0, 0), (0, layout.inputs - matrix.inputs))
+    y = call(rows.matrices, rows.used, jnp.pad(rows.x, padding), packed)
+    return words.collected(y[:, :outputs], rows.places)
+
+
+def expert_tile(tokens: int, matrices: int) -> int:
+    """Returns the tokens of a tile of one of several matrices: twice what a matrix has on average,
+    so that most have one tile.
+    """
+    return min(TOKENS, round_up(-(-2 * tokens // matrices), 16))
+
+
 def token_tile(tokens: int) -> int:
     """Returns the tokens of a tile: as equal as can be, in whole registers of 16 rows."""
     tiles = -(-tokens // TOKENS)
@@ -223,6 +292,26 @@ def _kernel(layout: Layout, x_ref, words_ref, y_ref, weights_ref) -> None:
     def begin():
         y_ref[...] = jnp.zeros_like(y_ref)
 
+    _add_slab(layout, x_ref, words_ref, y_ref, weights_ref)
+
+
+def _kernel_of_matrices(layout: Layout, matrices_ref, used_ref, *refs) -> None:
+    """As `_kernel`, for a tile of tokens of one of several matrices. Results of tiles that are not
+    used are undefined.
+    """
+    is_used = pl.program_id(0) < used_ref[0]
+
+    @pl.when(is_used & (pl.program_id(2) == 0))
+    def begin():
+        y_ref = refs[2]
+        y_ref[...] = jnp.zeros_like(y_ref)
+
+    @pl.when(is_used)
+    def add():
+        _add_slab(layout, *refs)
+
+
+def _add_slab(layout: Layout, x_ref, words_ref, y_ref, weights_ref) -> None:
     lax.fori_loop(
         0, layout.tiles, lambda tile, _: _widen(layout, words_ref, weights_ref, tile), None
     )
@@ -289,7 +378,13 @@ def obstacle(
 
 
 # `interpret` as in `sums`
-multiply = partial(words.multiply, impl="pallas_tpu", obstacle=dtype_obstacle, sums=sums)
+multiply = partial(
+    words.multiply,
+    impl="pallas_tpu",
+    obstacle=dtype_obstacle,
+    sums=sums,
+    sums_of_matrices=sums_of_matrices,
+)
 IMPLEMENTATION = Implementation(
     "pallas_tpu",
     multiply,

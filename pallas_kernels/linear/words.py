@@ -7,7 +7,8 @@ offsets, as words too: the bits of a float32 number, of two neighbouring float16
 powers of two ("e8m0"), the first of which has the lowest bits.
 
 A kernel has an order of its own for runs and scales. `has_words` says which matrices have words; they
-are packed on the host, once. The others stay as they are stored.
+are packed on the host, once. The others stay as they are stored. Of several matrices, such as the
+experts of a mixture, the words of one lie behind those of the other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from pallas_kernels.linear.blocks import (
     weights_of,
 )
 from pallas_kernels.linear.implementation import Epilogue, Matrix, Norm
+from pallas_kernels.linear.reference import owners_of, result_of, rms_norm
 
 WORD_BITS = 32
 SCALES_OF_WORD = {"float32": 1, "float16": 2, "e8m0": 4}
@@ -66,14 +68,12 @@ def digits_of_word(blocks: Blocks | None) -> int:
 
 
 def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
-    """Returns whether a matrix is stored in words: one matrix of int8 numbers, or of blocks of
-    `smallest` inputs or more.
+    """Returns whether a matrix is stored in words: one of int8 numbers, or of blocks of `smallest`
+    inputs or more.
 
     Args:
         dtype: of the stored numbers.
     """
-    if matrix.count > 1:
-        return False
     if matrix.blocks is None:
         return dtype == np.int8
     blocks = matrix.blocks
@@ -94,6 +94,27 @@ def model_obstacle(weight_dtypes: Sequence[str], *, smallest: int) -> str:
 
 
 # --- on the host, and where rows of a matrix are gathered -----------------------------------------
+
+
+def one_of(matrix: Matrix) -> Matrix:
+    """Returns the shape of one of the matrices."""
+    return matrix._replace(outputs=matrix.outputs // matrix.count, count=1)
+
+
+def packed_matrices(
+    pack: Callable[[np.ndarray, Matrix], np.ndarray], weight: np.ndarray, matrix: Matrix
+) -> np.ndarray:
+    """Returns the words of all matrices, from `pack` of one."""
+    one = one_of(matrix)
+    return np.concatenate([pack(rows, one) for rows in np.split(weight, matrix.count)])
+
+
+def unpacked_matrices(
+    unpack: Callable[[np.ndarray, Matrix], np.ndarray], packed: np.ndarray, matrix: Matrix
+) -> np.ndarray:
+    """Returns the rows of all matrices, from `unpack` of one."""
+    one = one_of(matrix)
+    return np.concatenate([unpack(words, one) for words in np.split(packed, matrix.count)])
 
 
 def digits_of(weight: np.ndarray, blocks: Blocks | None) -> Digits:
@@ -230,6 +251,47 @@ def _widened(bits: jax.Array, *, exponent: int, mantissa: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(signed, jnp.float32)
 
 
+# --- tokens of several matrices -------------------------------------------------------------------
+
+
+class Dealt(NamedTuple):
+    """Tokens in tiles, each of one matrix: those of a matrix begin a tile.
+
+    x: [tiles * tokens of a tile, K], with zeros behind the tokens of a matrix.
+    places: [T] the row of each token; behind the last one for padding.
+    matrices: [tiles] int32; that of the last used tile for those behind it.
+    used: [1] int32: the number of used tiles.
+    """
+
+    x: jax.Array
+    places: jax.Array
+    matrices: jax.Array
+    used: jax.Array
+
+
+def dealt(x: jax.Array, sizes: jax.Array, tile: int) -> Dealt:
+    """Returns the tokens of `api.linear` in tiles. tile: tokens of one."""
+    tokens = len(x)
+    count = len(sizes)
+    tiles = min(tokens, tokens // tile + count)  # a matrix has less than one tile of zeros
+    ends = jnp.cumsum(-(-sizes // tile))
+    used = ends[-1:]
+    tile_index = jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), jnp.maximum(used - 1, 0))
+    matrices = jnp.minimum(jnp.searchsorted(ends, tile_index, side="right"), count - 1)
+    owners = owners_of(sizes, tokens)
+    # rows that are zeros before the tokens of a matrix
+    shifts = tile * (ends - (-(-sizes // tile))) - (jnp.cumsum(sizes) - sizes)
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    places = jnp.where(index < sizes.sum(), index + shifts[owners], tiles * tile)
+    rows = jnp.zeros((tiles * tile, x.shape[1]), x.dtype).at[places].set(x, mode="drop")
+    return Dealt(rows, places, matrices.astype(jnp.int32), used.astype(jnp.int32))
+
+
+def collected(y: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns the results of tokens [T, M] from those of `dealt` rows; zeros for padding."""
+    return y.at[places].get(mode="fill", fill_value=0)
+
+
 # --- what both kernels do -------------------------------------------------------------------------
 
 
@@ -246,6 +308,7 @@ def multiply(
     impl: str,
     obstacle: Callable[[str], str],
     sums: Callable[..., jax.Array],
+    sums_of_matrices: Callable[..., jax.Array],
     **options: Any,
 ) -> jax.Array:
     """See `api.linear`. A matrix without words is multiplied by `xla`, and so is all that comes
@@ -256,6 +319,8 @@ def multiply(
         obstacle: (dtype of x) -> why it cannot be multiplied; empty if it can.
         sums: (x, packed weight, matrix, (first, last), **options) -> [T, last - first] float32: the
             kernel's sums of these outputs.
+        sums_of_matrices: (x, packed weight, matrix, sizes, **options) -> [T, outputs of one matrix]
+            float32: the kernel's sums of tokens of several matrices.
 
     Raises:
         ValueError: `obstacle` gives a reason.
@@ -265,6 +330,10 @@ def multiply(
         raise ValueError(f"impl {impl!r} {reason}; impl 'xla' has no such limit")
     if weight.dtype != jnp.int32:
         return xla.multiply(x, weight, matrix, norm, epilogue, rows, sizes, dtype)
+    if matrix.count > 1:
+        assert sizes is not None
+        y = sums_of_matrices(rms_norm(x, norm), weight, matrix, sizes, **options)
+        return result_of(y, epilogue, owners_of(sizes, len(x))).astype(dtype)
 
     def sums_of(first: int, last: int) -> Any:
         return partial(sums, packed=weight, matrix=matrix, rows=(first, last), **options)

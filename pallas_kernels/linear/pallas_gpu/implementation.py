@@ -44,14 +44,42 @@ def sums(
     Args:
         tiles: those of a device; None takes the device's.
     """
-    from pallas_kernels.linear.pallas_gpu.kernel import product  # it imports Mosaic GPU
+    from pallas_kernels.linear.pallas_gpu.kernel import columns_of, product  # Mosaic GPU
 
     first, last = rows
     start = first // OUTPUTS
     of_tiles = start, -(-last // OUTPUTS)
     tiles = tiles or Tiles.of(device_kind())
-    y = product(x, packed, layout_of(matrix), of_tiles, tiles.multiprocessors)
+    columns = columns_of(len(x))
+    y = product(x, packed, layout_of(matrix), of_tiles, columns, tiles.multiprocessors)
     return y[:, first - start * OUTPUTS : last - start * OUTPUTS]
+
+
+def sums_of_matrices(
+    x: jax.Array,
+    packed: jax.Array,
+    matrix: Matrix,
+    sizes: jax.Array,
+    *,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """Returns [T, M of one matrix] float32: the sums of the tokens of several matrices, for x [T, K]
+    bfloat16 in the order of the matrices.
+
+    sizes: [count] int32, the tokens of each. tiles: as in `sums`.
+    """
+    from pallas_kernels.linear.pallas_gpu.kernel import columns_of, product  # Mosaic GPU
+
+    layout = layout_of(matrix)
+    # twice the tokens that a matrix has on average, so that most have one tile
+    columns = columns_of(-(-2 * len(x) // matrix.count))
+    rows = words.dealt(x, sizes, columns)
+    tiles = tiles or Tiles.of(device_kind())
+    owners = rows.matrices, rows.used
+    y = product(
+        rows.x, packed, layout, (0, layout.tiles), columns, tiles.multiprocessors, owners=owners
+    )
+    return words.collected(y[:, : words.one_of(matrix).outputs], rows.places)
 
 
 def product_obstacle(dtype: str) -> str:
@@ -71,7 +99,13 @@ def obstacle(
 
 
 # `tiles` as in `sums`
-multiply = partial(words.multiply, impl="pallas_gpu", obstacle=product_obstacle, sums=sums)
+multiply = partial(
+    words.multiply,
+    impl="pallas_gpu",
+    obstacle=product_obstacle,
+    sums=sums,
+    sums_of_matrices=sums_of_matrices,
+)
 IMPLEMENTATION = Implementation(
     "pallas_gpu",
     multiply,

@@ -78,19 +78,27 @@ def part_slabs(layout: Layout, blocks: int, places: int) -> int:
 
 
 def product(
-    x: jax.Array, packed: jax.Array, layout: Layout, tiles: tuple[int, int], multiprocessors: int
+    x: jax.Array,
+    packed: jax.Array,
+    layout: Layout,
+    tiles: tuple[int, int],
+    columns: int,
+    multiprocessors: int,
+    owners: tuple[jax.Array, jax.Array] | tuple[()] = (),
 ) -> jax.Array:
     """Returns [T, 64 (last - first)] float32: the sums of the outputs of the tiles first : last.
 
     Args:
         x: [T, K] bfloat16.
-        packed: [tiles of outputs, rows, 64] int32 (`layout.py`).
-        tiles: (first, last).
+        packed: [tiles of outputs, rows, 64] int32 (`layout.py`), of one matrix or of several.
+        tiles: (first, last), of one matrix.
+        columns: tokens of a tile.
+        owners: of several matrices, that of each tile of tokens, and the number of used tiles [1].
+            Results of the others are zeros.
     """
     t, k = x.shape
     first_tile, last_tile = tiles
     num_tiles = last_tile - first_tile
-    columns = columns_of(t)
     x_tiles = -(-t // columns)
     stages = stages_of(columns)
     chunks = layout.chunks
@@ -100,20 +108,25 @@ def product(
     blocks = layout.blocks
     has_scales = blocks is not None
 
-    def linear_words(x_ref, packed_ref, y_ref, *scratch):
-        x_s, words_s, *others = scratch
+    def linear_words(x_ref, packed_ref, *refs):
+        y_ref, x_s, words_s, *others = refs[len(owners) :]
         scales_s = others.pop(0) if has_scales else None
         weights_s, y_s, full, free = others
         part, tile, column = (lax.axis_index(name) for name in ("part", "tile", "column"))
         first = part * slabs
         count = lax.min(layout.slabs - first, jnp.int32(slabs))
+        first_source = first_tile
+        if owners:
+            matrices_ref, used_ref = refs[: len(owners)]
+            count = jnp.where(column < used_ref[0], count, 0)
+            first_source = matrices_ref[column] * num_tiles
 
         @pl.when(lax.axis_index("warpgroup") == 1)
         def fetch_all():
             def fetch(i, _):
                 slot = lax.rem(i, jnp.int32(stages))
                 slab = first + i
-                source = first_tile + tile
+                source = first_source + tile
                 pl.when(i >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 rows = pl.ds(slab * OUTPUTS, OUTPUTS)
                 of_slab = packed_ref.at[source, rows]
@@ -183,7 +196,7 @@ def product(
     )
     whole = jnp.pad(x, ((0, x_tiles * columns - t), (0, layout.inputs - k)))
     by_chunk = whole.reshape(x_tiles * columns, -1, WORDS).swapaxes(0, 1)
-    return kernel(by_chunk, packed).sum(0).T[:t]
+    return kernel(by_chunk, packed, *owners).sum(0).T[:t]
 
 
 def _scaled(numbers: Any, scales_s: Any, layout: Layout, chunk: Any) -> Any:

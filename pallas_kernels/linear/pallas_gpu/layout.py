@@ -80,14 +80,20 @@ class Layout(NamedTuple):
 
 
 def layout_of(matrix: Matrix) -> Layout:
+    """Returns the sizes of one matrix."""
     slab_inputs = WORDS * words.digits_of_word(matrix.blocks)
-    return Layout(-(-matrix.inputs // slab_inputs), -(-matrix.outputs // OUTPUTS), matrix.blocks)
+    outputs = words.one_of(matrix).outputs
+    return Layout(-(-matrix.inputs // slab_inputs), -(-outputs // OUTPUTS), matrix.blocks)
 
 
 def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
-    """Returns [tiles of outputs, rows, 64] int32; the weight itself if it has no words."""
+    """Returns [tiles of outputs of all matrices, rows, 64] int32; the weight itself if it has no
+    words.
+    """
     if not words.has_words(matrix, weight.dtype, SMALLEST):
         return weight
+    if matrix.count > 1:
+        return words.packed_matrices(pack, weight, matrix)
     layout = layout_of(matrix)
     digits, scales, offsets = words.digits_of(weight, matrix.blocks)
     whole = words.padded(digits, layout.tiles * OUTPUTS, layout.inputs)
@@ -130,6 +136,8 @@ def _digits(packed: Any, matrix: Matrix, ids: Any, xp: Any) -> Digits:
 def unpack(packed: Any, matrix: Matrix) -> Any:
     if packed.dtype != np.int32:
         return packed
+    if matrix.count > 1:
+        return words.unpacked_matrices(unpack, np.asarray(packed), matrix)
     digits = _digits(np.asarray(packed), matrix, np.arange(matrix.outputs), np)
     return words.weight_of(digits, matrix.blocks)
 
