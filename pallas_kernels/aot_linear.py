@@ -10,6 +10,7 @@ from typing import Any
 INT8 = "int8"  # numbers by row, which are no blocks
 SHAPES = (4096, 4096), (4096, 14336)  # outputs and inputs: two matrices of Llama 3 8B
 OFTEN = ("int4_128", "uint4_128", "fp8_128", INT8)  # what checkpoints have most
+EXPERTS = "mxfp4", 5760, 2880, 256, 32  # those of GPT-OSS 20B, for 64 tokens with 4 experts each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,22 +18,28 @@ class Product:
     """One compiled program: the product of tokens with a matrix in a stored format.
 
     weights: the name of blocks, or INT8.
+    outputs: of one matrix.
+    count: of matrices of this size.
     """
 
     weights: str
     outputs: int
     inputs: int
     tokens: int
+    count: int = 1
     kernel: str = "product"
 
     def __str__(self) -> str:
-        return f"product, {self.weights} [{self.outputs}, {self.inputs}], {self.tokens} tokens"
+        experts = f"{self.count} x " if self.count > 1 else ""
+        shape = f"{experts}[{self.outputs}, {self.inputs}]"
+        return f"product, {self.weights} {shape}, {self.tokens} tokens"
 
     @property
     def matrix(self) -> Any:
         from pallas_kernels.linear import BLOCKS, Matrix
 
-        return Matrix(self.outputs, self.inputs, blocks=BLOCKS.get(self.weights))
+        outputs = self.count * self.outputs
+        return Matrix(outputs, self.inputs, False, self.count, BLOCKS.get(self.weights))
 
     @property
     def flops(self) -> float:
@@ -43,14 +50,15 @@ class Product:
         from pallas_kernels.linear.pallas_gpu import implementation as pallas_gpu
 
         shape = pallas_gpu.layout_of(self.matrix).shape
-        return self._function(pallas_gpu.sums, tiles=tiles), self._arguments(shape)
+        sums = pallas_gpu.sums if self.count == 1 else pallas_gpu.sums_of_matrices
+        return self._function(sums, tiles=tiles), self._arguments(shape)
 
     def memory(self, tiles: Any) -> tuple[int, int]:
         """Returns the bytes of shared memory and the stages of the kernel for Hopper GPUs."""
         from pallas_kernels.linear.pallas_gpu import kernel
         from pallas_kernels.linear.pallas_gpu.layout import layout_of
 
-        columns = kernel.columns_of(self.tokens)
+        columns = kernel.columns_of(self.tokens // self.count)
         return kernel.shared_bytes(layout_of(self.matrix), columns), kernel.stages_of(columns)
 
     def function_and_shapes_on_tpu(self) -> tuple[Callable[..., Any], list[Any]]:
@@ -58,17 +66,27 @@ class Product:
         from pallas_kernels.linear import pallas_tpu
 
         shape = pallas_tpu.layout_of(self.matrix).shape
-        return self._function(pallas_tpu.sums), self._arguments(shape)
+        sums = pallas_tpu.sums if self.count == 1 else pallas_tpu.sums_of_matrices
+        return self._function(sums), self._arguments(shape)
 
     def _function(self, sums: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return partial(sums, matrix=self.matrix, rows=(0, self.outputs), **options)
+        if self.count == 1:
+            options["rows"] = 0, self.outputs
+            return partial(sums, matrix=self.matrix, **options)
+
+        def of_matrices(x: Any, packed: Any, sizes: Any) -> Any:
+            return sums(x, packed, self.matrix, sizes, **options)
+
+        return of_matrices
 
     def _arguments(self, packed: tuple[int, ...]) -> list[Any]:
         import jax
         import jax.numpy as jnp
 
         x = jax.ShapeDtypeStruct((self.tokens, self.inputs), jnp.bfloat16)
-        return [x, jax.ShapeDtypeStruct(packed, jnp.int32)]
+        weight = jax.ShapeDtypeStruct((self.count * packed[0], *packed[1:]), jnp.int32)
+        sizes = [jax.ShapeDtypeStruct((self.count,), jnp.int32)] if self.count > 1 else []
+        return [x, weight, *sizes]
 
 
 def formats(smallest: int) -> list[str]:
@@ -96,6 +114,7 @@ def gpu_products() -> Iterator[Product]:
             yield Product(name, *SHAPES[0], tokens=tokens)
     yield Product(OFTEN[0], *SHAPES[1], tokens=8)
     yield Product(OFTEN[0], *SHAPES[0], tokens=300)
+    yield Product(*EXPERTS)
 
 
 def tpu_products() -> Iterator[Product]:
@@ -107,14 +126,18 @@ def tpu_products() -> Iterator[Product]:
             yield Product(name, *SHAPES[0], tokens=tokens)
     yield Product(OFTEN[0], *SHAPES[1], tokens=64)
     yield Product(OFTEN[0], 640, 576, tokens=3)
+    yield Product(*EXPERTS)
 
 
 def quick(products: list[Product]) -> list[Product]:
-    """Returns the first of each format in OFTEN, and all numbers of tokens of the first format."""
+    """Returns the first of each format in OFTEN, all numbers of tokens of the first format, and
+    experts.
+    """
     firsts = {product.weights: product for product in reversed(products)}
     return [
         product
         for product in products
         if product.weights == OFTEN[0]
+        or product.count > 1
         or (product.weights in OFTEN and product is firsts[product.weights])
     ]

@@ -30,8 +30,8 @@ ERROR = {"float32": 3e-6, "bfloat16": 2**-7}  # bfloat16: of x and of XLA's weig
 MOST = {
     "reference": ["q4_1", "q6_k", "fp8_32"],
     "xla": ["q4_0", "q5_1", "any", "uint4_128", "mxfp4"],
-    "pallas_tpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "int8_128", "any"],
-    "pallas_gpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32"],
+    "pallas_tpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "mxfp4", "int8_128", "any"],
+    "pallas_gpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "mxfp4"],
 }
 
 

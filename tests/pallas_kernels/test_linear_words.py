@@ -6,6 +6,7 @@ implementation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -32,6 +33,7 @@ on_newer_jax = pytest.mark.skipif(bool(old_jax()), reason="GPU interpret mode ne
 ONE = Tiles.read("h200")._replace(multiprocessors=1)  # the inputs are not split
 SHARED = 227 * 1024  # bytes of shared memory of a block of threads on Hopper, at most
 ROUNDED = 2.0**-8  # the error of a weight in bfloat16, of the largest sum
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 class Stored(NamedTuple):
@@ -88,8 +90,10 @@ def test_every_number_of_a_digit_is_widened_exactly():
         ("int8_128", bytes_, bytes_.view(np.int8).astype(np.float32)),
         ("int4_128", bytes_ & 15, (bytes_ & 15).astype(np.float32) - 8),
         ("uint4_128", bytes_ & 15, (bytes_ & 15).astype(np.float32)),
+        ("q5_0", bytes_, bytes_.view(np.int8).astype(np.float32)),
+        ("mxfp4", bytes_ & 15, E2M1[bytes_ & 15]),
     ):
-        bits = BLOCKS[name].bits
+        bits = words.bits_of(BLOCKS[name])
         for digit in range(32 // bits):
             shifted = values.astype(np.uint32) << bits * digit | np.uint32(0x5A5A5A5A) & ~np.uint32(
                 (2**bits - 1) << bits * digit
@@ -114,13 +118,46 @@ def test_every_scale_of_a_word_is_widened_exactly():
             )
 
 
-def test_formats_of_integers_and_of_small_floats_of_8_bits_have_words():
+def test_every_power_of_two_of_a_word_is_widened_exactly():
+    exponents = np.arange(1, 253, dtype=np.int32).reshape(-1, 4)
+    halved = np.ldexp(np.float32(0.5), exponents - 127).astype(np.float32)
+    packed = words.words_of_scales(halved, BLOCKS["mxfp4"])
+    chex.assert_shape(packed, (len(exponents), 1))
+    chex.assert_trees_all_equal(words.scales_in(packed, BLOCKS["mxfp4"]), halved)
+    for place in (0, 3, jnp.int32(2)):
+        scales = words.scale_of(jnp.asarray(packed[:, 0]), place, BLOCKS["mxfp4"])
+        chex.assert_trees_all_equal(np.asarray(scales), 2 * halved[:, place])
+
+
+def test_int8_and_all_blocks_have_words():
     tpu = set(aot_linear.formats(pallas_tpu.PIECE))
-    assert tpu == {"int8", *BLOCKS} - {"mxfp4"}
+    assert tpu == {"int8", *BLOCKS}
     gpu = set(aot_linear.formats(gpu_layout.SMALLEST))
     assert tpu - gpu == {"q6_k", "any", "int8_16"}  # blocks of 16 inputs
-    experts = Matrix(256, 128, True, 4, BLOCKS["int4_128"])
-    assert not words.has_words(experts, np.dtype("uint8"), 16)
+
+
+@pytest.mark.parametrize("tile", [8, 16])
+@pytest.mark.parametrize("sizes", [(3, 0, 30, 7), (0, 0, 1, 0), (0, 0, 0, 0), (16, 8, 0, 16)])
+def test_the_tokens_of_a_matrix_begin_a_tile(sizes, tile):
+    x = np.arange(1, 41, dtype=np.float32)[:, None]
+    rows = words.dealt(jnp.asarray(x), jnp.asarray(sizes, jnp.int32), tile)
+    expected = []
+    owners = []
+    first = 0
+    for matrix, size in enumerate(sizes):
+        tiles = -(-size // tile)
+        padding = np.zeros((tiles * tile - size, 1), np.float32)
+        expected += [x[first : first + size], padding]
+        owners += [matrix] * tiles
+        first += size
+    assert rows.used.tolist() == [len(owners)]
+    assert rows.matrices[: len(owners)].tolist() == owners
+    chex.assert_shape(rows.x, (tile * len(rows.matrices), 1))
+    others = np.zeros((tile * (len(rows.matrices) - len(owners)), 1), np.float32)
+    chex.assert_trees_all_equal(np.asarray(rows.x), np.concatenate([*expected, others]))
+    results = x.copy()
+    results[first:] = 0
+    chex.assert_trees_all_equal(np.asarray(words.collected(rows.x, rows.places)), results)
 
 
 @pytest.mark.parametrize("inputs", [128, 576, 2048, 2049, 4096, 11008, 13824, 14336, 28672])
@@ -209,14 +246,47 @@ def test_several_tiles_of_tokens_on_a_tpu(tokens):
 
 def run_on_gpu(product: Stored, rows: tuple[int, int], tiles: Tiles = ONE) -> jax.Array:
     """Under race detection."""
+    arrays = jnp.asarray(product.x), jnp.asarray(gpu_layout.pack(product.weight, product.matrix))
+    return without_races_on_gpu(
+        lambda: pallas_gpu.sums(*arrays, product.matrix, rows, tiles=tiles)
+    )
+
+
+def without_races_on_gpu(call: Callable[[], jax.Array]) -> jax.Array:
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    arrays = jnp.asarray(product.x), jnp.asarray(gpu_layout.pack(product.weight, product.matrix))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        y = jax.block_until_ready(pallas_gpu.sums(*arrays, product.matrix, rows, tiles=tiles))
+        y = jax.block_until_ready(call())
     assert not get_races().races_found, "two threads touch the same memory without an order"
     return y
+
+
+SIZES = (20, 0, 1, 12)  # of four experts, and 3 tokens are padding
+OF_EXPERTS: dict[str, Any] = {"tokens": 36, "inputs": 1152, "outputs": 4 * 70}
+
+
+def sums_of_experts(product: Stored) -> np.ndarray:
+    """In float64, of the tokens that are no padding."""
+    owners = np.repeat(np.arange(len(SIZES)), SIZES)
+    by_matrix = product.sums.reshape(len(product.sums), len(SIZES), -1)
+    return by_matrix[np.arange(len(owners)), owners]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_tpu_kernel_of_experts_has_no_races(name):
+    product = stored(name, **OF_EXPERTS)
+    matrix = product.matrix._replace(count=len(SIZES))
+    packed = pallas_tpu.pack(product.weight, matrix)
+
+    def call(interpret: Any) -> jax.Array:
+        arrays = jnp.asarray(product.x), jnp.asarray(packed)
+        sizes = jnp.asarray(SIZES, jnp.int32)
+        return pallas_tpu.sums_of_matrices(*arrays, matrix, sizes, interpret=interpret)
+
+    y = without_races(call, MODES[0])
+    assert_sums(y[: sum(SIZES)], sums_of_experts(product))
+    assert not np.asarray(y)[sum(SIZES) :].any()
 
 
 # more slabs than the ring has stages, so that slots are used again
@@ -246,6 +316,18 @@ def test_parts_of_inputs_and_tiles_of_tokens_on_a_gpu(tokens, multiprocessors):
     product = stored("int4_128", tokens=tokens, inputs=1152, outputs=70)
     tiles = ONE._replace(multiprocessors=multiprocessors)
     assert_sums(run_on_gpu(product, (0, 70), tiles), product.sums)
+
+
+@on_newer_jax
+@pytest.mark.parametrize("name", ["mxfp4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_gpu_kernel_of_experts_has_no_races(name):
+    product = stored(name, **OF_EXPERTS)
+    matrix = product.matrix._replace(count=len(SIZES))
+    packed = jnp.asarray(gpu_layout.pack(product.weight, matrix))
+    arrays = jnp.asarray(product.x), packed, matrix, jnp.asarray(SIZES, jnp.int32)
+    y = without_races_on_gpu(lambda: pallas_gpu.sums_of_matrices(*arrays, tiles=ONE))
+    assert_sums(y[: sum(SIZES)], sums_of_experts(product))
+    assert not np.asarray(y)[sum(SIZES) :].any()
 
 
 @on_newer_jax
@@ -287,7 +369,7 @@ TPU = Device("tpu", "TPU v5 lite")
 HOPPER = Device("gpu", "NVIDIA H200", "9.0")
 FACTS: dict[str, Any] = {
     "dtype": "bfloat16",
-    "weight_dtypes": ["bfloat16", "int4_128", "mxfp4"],  # the last one is multiplied by xla
+    "weight_dtypes": ["bfloat16", "int4_128", "mxfp4"],  # the first one is multiplied by xla
     "mesh": False,
     "activation": "gelu",
 }
