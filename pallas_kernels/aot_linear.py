@@ -58,7 +58,9 @@ class Product:
         from pallas_kernels.linear.pallas_gpu import kernel
         from pallas_kernels.linear.pallas_gpu.layout import layout_of
 
-        columns = kernel.columns_of(self.tokens // self.count)
+        columns = kernel.columns_of(self.tokens)
+        if self.count > 1:
+            columns = kernel.expert_columns(self.tokens, self.count)
         return kernel.shared_bytes(layout_of(self.matrix), columns), kernel.stages_of(columns)
 
     def function_and_shapes_on_tpu(self) -> tuple[Callable[..., Any], list[Any]]:

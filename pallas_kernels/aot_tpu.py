@@ -356,7 +356,8 @@ def compile_product(product: Product, target: str, dump: Path) -> tuple[dict[str
     started = time.perf_counter()
     lower(jax.jit(function), arguments, target).compile()
     seconds = time.perf_counter() - started
-    return {product.kernel: read_dump(dump, product.weights, operation="linear")}, seconds
+    operation = "linear" if product.count == 1 else "linear_experts"
+    return {product.kernel: read_dump(dump, product.weights, operation=operation)}, seconds
 
 
 def estimate_of_product(product: Product, tiles: TpuTiles) -> Estimate:

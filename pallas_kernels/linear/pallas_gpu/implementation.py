@@ -68,11 +68,10 @@ def sums_of_matrices(
 
     sizes: [count] int32, the tokens of each. tiles: as in `sums`.
     """
-    from pallas_kernels.linear.pallas_gpu.kernel import columns_of, product  # Mosaic GPU
+    from pallas_kernels.linear.pallas_gpu.kernel import expert_columns, product  # Mosaic GPU
 
     layout = layout_of(matrix)
-    # twice the tokens that a matrix has on average, so that most have one tile
-    columns = columns_of(-(-2 * len(x) // matrix.count))
+    columns = expert_columns(len(x), matrix.count)
     rows = words.dealt(x, sizes, columns)
     tiles = tiles or Tiles.of(device_kind())
     owners = rows.matrices, rows.used

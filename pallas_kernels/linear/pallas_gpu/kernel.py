@@ -43,6 +43,13 @@ def columns_of(tokens: int) -> int:
     return min(MAX_COLUMNS, max(COLUMNS, 1 << (tokens - 1).bit_length()))
 
 
+def expert_columns(tokens: int, matrices: int) -> int:
+    """Returns the columns of a product with one of several matrices: twice the tokens that a matrix
+    has on average, so that most have one tile.
+    """
+    return columns_of(-(-2 * tokens // matrices))
+
+
 def stages_of(columns: int) -> int:
     """Returns the slabs in shared memory."""
     return 2 if columns > 32 else 3
