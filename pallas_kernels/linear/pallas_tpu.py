@@ -228,21 +228,19 @@ def sums_of_matrices(
     tokens = expert_tile(len(x), matrix.count)
     outputs = words.one_of(matrix).outputs
     width = min(WIDTH, layout.outputs)
-    last_slab = layout.slabs - 1
     rows = words.dealt(x, sizes, tokens)
     tiles = len(rows.matrices)
     w_tiles = -(-layout.outputs // width)
 
-    # a tile that is not used copies nothing: it stays at the last slab
-
-    def slab_of(i: Any, k: Any, used: Any) -> Any:
-        return jnp.where(i < used[0], k, last_slab)
+    # Tiles that are not used stay where the last step of the used ones was, so they copy nothing
 
     def tokens_at(i: Any, j: Any, k: Any, matrices: Any, used: Any) -> Any:
-        return jnp.minimum(i, jnp.maximum(used[0] - 1, 0)), slab_of(i, k, used)
+        slab = jnp.where(i < used[0], k, layout.slabs - 1)
+        return jnp.minimum(i, jnp.maximum(used[0] - 1, 0)), slab
 
     def words_at(i: Any, j: Any, k: Any, matrices: Any, used: Any) -> Any:
-        return layout.slabs * matrices[i] + slab_of(i, k, used), 0, j
+        slab = jnp.where(i < used[0], k, layout.slabs - 1)
+        return layout.slabs * matrices[i] + slab, 0, jnp.where(i < used[0], j, w_tiles - 1)
 
     name = "int8" if matrix.blocks is None else matrix.blocks.name
     call = pl.pallas_call(
