@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.device.models import assemble
+from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, LayerHeads, LayerKind
 from pagedjax.device.models.latent import Latent
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
@@ -71,8 +71,10 @@ def check_moves(recording: Path) -> None:
         assert f'"{moved}":[[' in text, moved
 
 
-def check_scores(llm: LLM, texts: list[list[int]]) -> None:
-    """The scores of whole texts, some of which are padded, are an engine's log-probabilities."""
+def check_scores(model: Model, llm: LLM, texts: list[list[int]]) -> None:
+    """Scores of whole texts, some of which are padded, are log-probabilities of an engine of the
+    model.
+    """
     outputs = llm.generate(texts, greedy(6, logprobs=0, prompt_logprobs=0))
     tokens = np.full((len(texts), max(map(len, texts)) + 6), 7)
     expected = np.zeros(tokens.shape, np.float32)
@@ -85,7 +87,6 @@ def check_scores(llm: LLM, texts: list[list[int]]) -> None:
         tokens[i, : len(text)] = text
         expected[i, 1 : len(text)] = chosen(text[1:], entries)
         lengths.append(len(text))
-    model = llm.engine.model
     scored = score(nnx.merge(model.graphdef, model.params), tokens, np.array(lengths))
     chex.assert_trees_all_close(scored, expected, rtol=0, atol=2e-4)
 

@@ -191,7 +191,7 @@ def test_such_a_model_drafts_for_one_of_attention_alone(tiny, near):
 def test_scores_are_the_engines_log_probabilities(loaded):
     """Of texts of several lengths, one of which has more tokens than a block of the recurrence."""
     long_text = np.random.default_rng(7).integers(3, 320, 80).tolist()
-    check_scores(small_llm(loaded, block_size=4), [*prompts(), long_text])
+    check_scores(loaded.model, small_llm(loaded, block_size=4), [*prompts(), long_text])
 
 
 @pytest.mark.slow

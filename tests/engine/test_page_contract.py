@@ -135,7 +135,7 @@ def test_a_beam_search_has_the_same_beams_in_any_blocks(subject):
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", ["heads", "latents"], indirect=True)  # of mixers: their tests
 def test_scores_of_whole_texts_are_those_of_an_engine(subject):
-    check_scores(subject.plain, prompts())
+    check_scores(subject.loaded.model, subject.plain, prompts())
 
 
 @pytest.mark.slow
