@@ -5,17 +5,14 @@ with_memory.py. REFUSED says why the others are not on arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from experiments.twin import with_memory
 from experiments.twin.scheduler import (
     RUNNING,
-    STAYS,
     WAITING,
     Ints,
     Order,
@@ -23,7 +20,7 @@ from experiments.twin.scheduler import (
     State,
     arrivals,
 )
-from experiments.twin.with_memory import Memory, Step, WithMemory
+from experiments.twin.with_memory import WithMemory
 from pagedjax.host.policies import RATE, WINDOW
 
 Function = Callable[[State, Requests], Order]
@@ -111,33 +108,6 @@ def remembering(decide: Decide, parameters: Any) -> WithMemory:
         observe=lambda memory, step, requests: memory,
         order=lambda memory, state, requests: decide(parameters, state, requests),
     )
-
-
-def any_of(index: jax.Array, choices: Sequence[ArrayPolicy]) -> WithMemory:
-    """The policy with this index: one program for all of them. It remembers what each would."""
-    parts = [remembering(without_parameters(policy), None) for policy in choices]
-
-    def init(requests: Requests) -> tuple[Memory, ...]:
-        return tuple([part.init(requests) for part in parts])
-
-    def observe(memories: tuple[Memory, ...], step: Step, requests: Requests) -> tuple[Memory, ...]:
-        pairs = zip(parts, memories, strict=True)
-        return tuple([part.observe(memory, step, requests) for part, memory in pairs])
-
-    def order(memories: tuple[Memory, ...], state: State, requests: Requests) -> Order:
-        pairs = zip(parts, memories, strict=True)
-        branches = [partial(_evicting, part, memory) for part, memory in pairs]
-        return jax.lax.switch(index, branches, state, requests)
-
-    return WithMemory(init, observe, order)
-
-
-def _evicting(policy: WithMemory, memory: Memory, state: State, requests: Requests) -> Order:
-    """The order of a policy, in the form of those that evict."""
-    order = policy.order(memory, state, requests)
-    if order.evicted is None:
-        return order._replace(evicted=jnp.full_like(order.score, STAYS))
-    return order
 
 
 def without_parameters(policy: ArrayPolicy) -> Decide:

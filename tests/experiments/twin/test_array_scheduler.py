@@ -22,6 +22,7 @@ from pagedjax.host import scheduler as host
 from pagedjax.host.policies import POLICIES, Policy, mlfq, shipped, srtf, vtc
 from pagedjax.host.types import Request, SchedulerConfig, Seq
 from tests import drawn
+from tests.experiments.twin.any_policy import any_of
 from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
@@ -96,7 +97,7 @@ def draw_world(rng: np.random.Generator) -> tuple[World, SchedulerConfig]:
 
 def run_shipped(world: World) -> tuple[Plan, Columns]:
     """All steps of a world under its shipped policy, stacked."""
-    return run_on_arrays(world, policies.any_of(world.policy, [policy for policy, _ in CASES]))
+    return run_on_arrays(world, any_of(world.policy, [policy for policy, _ in CASES]))
 
 
 def run_on_arrays(world: World, decide: policies.Decide) -> tuple[Plan, Columns]:

@@ -22,6 +22,7 @@ from experiments.twin.with_memory import Memory, Step
 from experiments.twin.workloads import Lengths, Poisson
 from pagedjax.host.types import SchedulerConfig
 from pagedjax.options.config import EngineConfig
+from tests.experiments.twin.any_policy import any_of
 from tests.refusals import refused
 
 pytestmark = pytest.mark.few_optimisations
@@ -59,7 +60,7 @@ def episode(
     world: Environment, key: jax.Array, params: Params, policy: jax.Array
 ) -> tuple[environment.State, Any]:
     """The last state of an episode and (reward, done) of each step."""
-    decider = policies.any_of(policy, list(policies.POLICIES.values()))
+    decider = any_of(policy, list(policies.POLICIES.values()))
 
     def step(carry: tuple[environment.State, Memory], _: None) -> tuple[Any, Any]:
         state, memory = carry
