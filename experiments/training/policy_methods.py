@@ -172,10 +172,10 @@ def drawn_step(
         key, state, all_offered(scores), params
     )
     plan = info["plan"]
-    computes = jnp.any(plan.counts > 0)
+    reward = jnp.where(jnp.any(plan.counts > 0), reward, jnp.nan)
     by_key = log_gradient(state.scheduler, plan, params.sizes, keys, scores, temperature)
     (direction,) = pull_back(by_key)
-    return DrawnStep(after, jnp.where(computes, reward, jnp.nan), direction)
+    return DrawnStep(after, reward, direction)
 
 
 def float_keys(problem: Problem, vector: Vector, state: environment.State) -> jax.Array:

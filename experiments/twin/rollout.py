@@ -59,8 +59,7 @@ def played(
             order = decider.order(memory, state.scheduler, requests)
             _observation, after, reward, done, info = world.step_env(key, state, order, params)
             plan = info["plan"]
-            seen = Step(state.scheduler, plan, after.scheduler)
-            memory = decider.observe(memory, seen, requests)
+            memory = decider.observe(memory, Step(state.scheduler, plan, after.scheduler), requests)
             computes = jnp.any(plan.counts > 0) & (after.now >= state.now)
             return after, memory, total + jnp.where(done | computes, reward, jnp.nan)
 
@@ -70,8 +69,7 @@ def played(
 
         state = world.reset(key, params)[1]
         memory = decider.first(state.scheduler, state.requests)
-        first = (state, memory, jnp.float32(0))
-        state, _, total = jax.lax.while_loop(unfinished, step, first)
+        state, _, total = jax.lax.while_loop(unfinished, step, (state, memory, jnp.float32(0)))
         return state, total
 
     return jax.lax.map(episode, keys, batch_size=together or len(keys))

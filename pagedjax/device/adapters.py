@@ -161,16 +161,27 @@ def factors_of_one(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
     empty = blank(config, Slots(1, rank, dtype))
     for i, (stacked, layer) in enumerate(zip(empty, adapted(config), strict=True)):
         filled = {}
-        for name, (a, _) in stacked.items():
-            first = Part(i, name, 0)
-            unpacked_b = jnp.zeros((2, a.shape[1], _ends(config, first)[-1]), a.dtype)
-            places = _places(config, first, a.shape[1], parts)
-            for a_place, part_a, b_place, part_b in places:
-                a = a.at[1, *a_place].set(part_a.astype(a.dtype))
-                unpacked_b = unpacked_b.at[1, *b_place].set(part_b.astype(a.dtype))
+        for name, (blank_a, _) in stacked.items():
+            a, unpacked_b = _in_slot_1(config, Part(i, name, 0), blank_a, parts)
             filled[name] = a, pack_low(unpacked_b, layer[name])
         layers.append(filled)
     return tuple(layers)
+
+
+def _in_slot_1(
+    config: DecoderConfig, first: Part, a: jax.Array, parts: Parts
+) -> tuple[jax.Array, jax.Array]:
+    """(a, b before it is packed) of a matrix with the factors of its parts in slot 1.
+
+    Args:
+        first: the matrix's part 0.
+        a: zeros.
+    """
+    b = jnp.zeros((2, a.shape[1], _ends(config, first)[-1]), a.dtype)
+    for a_place, part_a, b_place, part_b in _places(config, first, a.shape[1], parts):
+        a = a.at[1, *a_place].set(part_a.astype(a.dtype))
+        b = b.at[1, *b_place].set(part_b.astype(a.dtype))
+    return a, b
 
 
 def _places(

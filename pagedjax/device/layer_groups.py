@@ -81,11 +81,7 @@ def layer_groups(layers: Sequence[LayerPages], block_size: int = 0) -> LayerGrou
         layers_of.setdefault(layer.window, []).append(number)
     # no window first, then the largest windows first
     ordered = sorted(layers_of, key=lambda window: (window is not None, -(window or 0)))
-    with_attention = Counter((layer.window, layer.parts) for layer in layers if layer.attention)
-    pages_of_windows: Counter[int | None] = Counter()
-    for (window, parts), count in with_attention.items():
-        pages_of_windows[window] += -(-count // parts)
-    size = min(pages_of_windows.values(), default=len(layers))
+    size = _fewest_pages(layers)
     places: dict[int, tuple[int, int]] = {}
     page_parts: dict[int, PagePart] = {}
     group_windows: list[int | None] = []
@@ -111,6 +107,15 @@ def layer_groups(layers: Sequence[LayerPages], block_size: int = 0) -> LayerGrou
         parts=tuple([page_parts[number] for number in range(len(layers))]) if block_size else (),
         block_size=block_size,
     )
+
+
+def _fewest_pages(layers: Sequence[LayerPages]) -> int:
+    """The number of pages of the window whose layers of attention have the fewest."""
+    with_attention = Counter((layer.window, layer.parts) for layer in layers if layer.attention)
+    pages_of_windows: Counter[int | None] = Counter()
+    for (window, parts), count in with_attention.items():
+        pages_of_windows[window] += -(-count // parts)
+    return min(pages_of_windows.values(), default=len(layers))
 
 
 def beside(layout: LayerGroups, draft: LayerGroups) -> tuple[LayerGroups, LayerGroups]:

@@ -98,7 +98,7 @@ def adopt(
         return state, Adopted(computed=0, blocks=(), copies=())
     pool, table, copies = _place_blocks(state, seq, released)
     seq = seq._replace(computed=released.computed, blocks=table)
-    active = state.running.concat(Running((seq,), (seq.length,), (seq.computed,)))
+    active = state.running.concat(Running.of((seq,)))
     admitted = Admitted(state.step, seq.request_id, seq.length, seq.computed)
     state = with_news(state, (admitted,))
     state = state._replace(pool=pool, running=active)

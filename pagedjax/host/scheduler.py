@@ -205,20 +205,13 @@ def schedule(
     beginning = NO_BEGINNING
     if policy.init is not None:
         state, policy, beginning = begin_step(state, policy, now)
-    evicted = beginning.evictions.preempted
     state, copies, preemptions = make_room(state, policy, beginning.evictions)
-    admits = len(preemptions.preempted) == len(evicted)  # rule 3
-    chosen = _choose_rows(state, policy, admits, evicted)
+    chosen = _choose_rows(state, policy, preemptions, beginning.evictions)
     active = chosen.active
     num_decodes = chosen.num_decodes
     counts = chosen.counts
-    admission = chosen.admission
     idle = chosen.idle
-    admitted = Running(
-        admission.admitted,
-        tuple([seq.length for seq in admission.admitted]),
-        tuple([seq.computed for seq in admission.admitted]),
-    )
+    admitted = Running.of(chosen.admission.admitted)
     resumed: tuple[str, ...] = ()
     if admitted.seqs:
         active = active.concat(admitted)
@@ -228,7 +221,7 @@ def schedule(
         active, num_decodes, counts, idle, config = policy_memory.composed(
             policy, state.memory, active, num_decodes, counts, idle, config
         )
-    pool = admission.pool
+    pool = chosen.admission.pool
     drafts: tuple[int, ...] = ()
     if offered:
         pool, active, counts, drafts = grant(pool, active, num_decodes, counts, offered, config)
@@ -247,7 +240,7 @@ def schedule(
         swapped=preemptions.swapped,
         resumed=resumed,
         swap_out=preemptions.swap_out,
-        swap_in=admission.swap_in,
+        swap_in=chosen.admission.swap_in,
         num_waiting=len(state.waiting),
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
@@ -406,13 +399,17 @@ class ChosenRows(NamedTuple):
 
 
 def _choose_rows(
-    state: SchedulerState, policy: Policy, admits: bool, evicted: Sequence[str]
+    state: SchedulerState, policy: Policy, preemptions: Preemptions, evictions: Preemptions
 ) -> ChosenRows:
     """Chooses the running sequences that the step computes, and admits others.
 
     Args:
-        evicted: ids of waiting sequences that are not offered.
+        preemptions: those of the step. If more sequences stopped than the policy evicted, none is
+            admitted (rule 3).
+        evictions: those of the policy (rule 11). These sequences are not offered.
     """
+    evicted = evictions.preempted
+    admits = len(preemptions.preempted) == len(evicted)
     for attempt in attempts(state):
         waiting = state.waiting if admits and attempt.admits else ()
         if evicted:

@@ -205,6 +205,13 @@ class Running(NamedTuple):
     lengths: tuple[int, ...] = ()
     computed: tuple[int, ...] = ()
 
+    @staticmethod
+    def of(seqs: tuple[Seq, ...]) -> Running:
+        """These sequences, whose records are current."""
+        return Running(
+            seqs, tuple([seq.length for seq in seqs]), tuple([seq.computed for seq in seqs])
+        )
+
     def concat(self, tail: Running) -> Running:
         """These sequences, with those of `tail` behind them."""
         return Running(

@@ -306,12 +306,7 @@ def _held_back(
         count = chunk_size(seq, budget - sum(tokens), state.config)
         if count:
             tokens.append(count)
-    admitted = Running(
-        admission.admitted,
-        tuple([seq.length for seq in admission.admitted]),
-        tuple([seq.computed for seq in admission.admitted]),
-    )
-    rows = active.concat(admitted)
+    rows = active.concat(Running.of(admission.admitted))
     composition = composed(
         policy, state.memory, rows, attempt.num_decodes, tokens, Running(), state.config
     )

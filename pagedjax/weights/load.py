@@ -103,9 +103,8 @@ def load_params(
     params: dict[str, Any] = {}
     # Orbax's reads are not independent
     with ThreadPoolExecutor(1 if orbax else READERS) as pool:
-        results = pool.map(read, entries)
         steps = _bar(entries) if progress else entries
-        for _, arrays in zip(steps, results, strict=True):
+        for _, arrays in zip(steps, pool.map(read, entries), strict=True):
             params |= arrays
     return nested(params)
 

@@ -21,7 +21,7 @@ real run, and a wrong fold can hide a state but cannot invent one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,14 +40,6 @@ def key_of(world: World, node: Node) -> Key:
     state = node.state
     ranked = unfinished(state)
     ranks = {seq.arrival: rank for rank, seq in enumerate(ranked)}
-    numbers = [*ranks, state.arrivals] if ranks else []  # the next request's number, too
-    limit = world.gap
-    gaps = tuple(
-        [
-            min(later - number, limit) // world.stride
-            for number, later in itertools.pairwise(numbers)
-        ]
-    )
     waited_again = node.waited_again
     waiting = tuple(
         [
@@ -71,7 +63,18 @@ def key_of(world: World, node: Node) -> Key:
     if state.news is not None:
         names_by_id = {seq.request_id: rank for rank, seq in enumerate(ranked)}
         memory = renamed(_observed_memory(world, node), names_by_id), True
+    gaps = _gaps(world, [*ranks, state.arrivals]) if ranks else ()  # up to the next request's
     return letters, gaps, waiting, running, tables, content, memory, node.now
+
+
+def _gaps(world: World, arrivals: Sequence[int]) -> tuple[int, ...]:
+    """The distances between successive arrivals, as far as the world tells them apart."""
+    return tuple(
+        [
+            min(later - earlier, world.gap) // world.stride
+            for earlier, later in itertools.pairwise(arrivals)
+        ]
+    )
 
 
 def _observed_memory(world: World, node: Node) -> Any:
