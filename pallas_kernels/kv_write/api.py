@@ -60,8 +60,8 @@ def _check(k_pages, v_pages, k, v, slots) -> None:
     are_alike = of_values == [None, None] or of_values == [k_pages.shape, k.shape]
     if (k_pages.ndim, k.ndim, slots.ndim) != (4, 3, 1) or not are_alike:
         raise ValueError(
-            "k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T], and "
-            f"v_pages and v None for latents; got {shapes}"
+            "k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], or v_pages and v None "
+            f"for latents, and slots [T]; got {shapes}"
         )
     t, heads, d = k.shape
     if k_pages.shape[1] != heads or k_pages.shape[3] % d or slots.shape[0] != t:
