@@ -19,8 +19,12 @@ from pagedjax.device.batch import Batch
 from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import named_value
 from pallas_kernels import kv_write
-from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
-from pallas_kernels.paged_attention.api import latent_attention
+from pallas_kernels.paged_attention import (
+    IMPLS,
+    Implementation,
+    latent_attention,
+    paged_attention,
+)
 from pallas_kernels.paged_attention.expanded import Expansion as Expansion
 from pallas_kernels.paged_attention.probabilities import weights_of as weights_of
 from pallas_kernels.shared.page_bits import BITS, read, stored

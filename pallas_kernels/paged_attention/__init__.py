@@ -5,7 +5,7 @@ each implementation ends in. `reference.py` and `xla.py` are plain JAX, `pallas_
 `pallas_tpu/` are Pallas, and `cpu/` is compiled CPU code.
 """
 
-from pallas_kernels.paged_attention.api import IMPLS, paged_attention
+from pallas_kernels.paged_attention.api import IMPLS, latent_attention, paged_attention
 from pallas_kernels.paged_attention.implementation import Implementation
 
-__all__ = ["IMPLS", "Implementation", "paged_attention"]
+__all__ = ["IMPLS", "Implementation", "latent_attention", "paged_attention"]

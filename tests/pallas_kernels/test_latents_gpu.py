@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pagedjax.device import attention
-from pallas_kernels.paged_attention.api import latent_attention
+from pallas_kernels.paged_attention import latent_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from tests.device.test_attention import Device
 from tests.pallas_kernels.test_latents_tpu import MIXED, NUMBERS, RANK, case_of, expected_of

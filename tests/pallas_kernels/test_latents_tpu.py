@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from pagedjax.device import attention
-from pallas_kernels.paged_attention import IMPLS
-from pallas_kernels.paged_attention.api import latent_attention
+from pallas_kernels.paged_attention import IMPLS, latent_attention
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 from pallas_kernels.paged_attention.rows import SHORT, slot_queries, slots_of, with_results
 from pallas_kernels.races import MODES, without_races
