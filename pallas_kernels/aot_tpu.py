@@ -275,9 +275,11 @@ def compile_case(
     write = partial(kv_write.IMPLS["pallas_tpu"], tiles=tiles)
     options: dict[str, Any] = {"scale": case.head_size**-0.5, "tiles": tiles, **dict(case.options)}
 
+    rank = case.rank or 0
+
     def latent_layer(pages, x, q, slots, *rows):
         pages, _ = write(pages, None, x, None, slots, rows=ROWS)
-        out = pallas_tpu.latent_attention(q, pages, *rows, rank=case.rank, **options)
+        out = pallas_tpu.latent_attention(q, pages, *rows, rank=rank, **options)
         return pages, out
 
     def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, cu_q_lens, sinks=None):
@@ -287,7 +289,7 @@ def compile_case(
         )
         return k_pages, v_pages, out
 
-    if case.rank:
+    if rank:
         program = jax.jit(latent_layer, donate_argnums=0)
     else:
         program = jax.jit(layer, donate_argnums=(0, 1))

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.twin import scheduler
-from experiments.twin.policies import Decide, Memory, remembering
+from experiments.twin.policies import Decide, remembering
 from experiments.twin.scheduler import Requests, Sizes
-from experiments.twin.with_memory import Step
+from experiments.twin.with_memory import Memory, Step
 from pagedjax.host import replay
 from pagedjax.host.policies import POLICIES, Policy
 

@@ -11,9 +11,9 @@ from scipy import stats
 
 from experiments.twin import scheduler
 from experiments.twin.environment import Environment, Params, State
-from experiments.twin.policies import Decide, Memory, all_offered, remembering
+from experiments.twin.policies import Decide, all_offered, remembering
 from experiments.twin.scheduler import ENDED, Order, Requests
-from experiments.twin.with_memory import Step
+from experiments.twin.with_memory import Memory, Step
 
 
 def returns(

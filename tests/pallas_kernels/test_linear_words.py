@@ -247,9 +247,7 @@ def test_several_tiles_of_tokens_on_a_tpu(tokens):
 def run_on_gpu(product: Stored, rows: tuple[int, int], tiles: Tiles = ONE) -> jax.Array:
     """Under race detection."""
     arrays = jnp.asarray(product.x), jnp.asarray(gpu_layout.pack(product.weight, product.matrix))
-    return without_races_on_gpu(
-        lambda: pallas_gpu.sums(*arrays, product.matrix, rows, tiles=tiles)
-    )
+    return without_races_on_gpu(lambda: pallas_gpu.sums(*arrays, product.matrix, rows, tiles=tiles))
 
 
 def without_races_on_gpu(call: Callable[[], jax.Array]) -> jax.Array:

@@ -194,10 +194,14 @@ def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
     formats = dict(split.config.stored)
     names = "blocks.0.attn.out.weight", "blocks.0.mlp.up.weight"
     assert [formats[name] for name in names] == ["q6_k", "q5_0"]
-    chex.assert_trees_all_equal(*[
-        restored(x.config.stored, {n: np.asarray(v) for n, v in named(whole(x)).items()}, names[0])
-        for x in (split, load_model(five, weight_dtype="stored").model)
-    ])
+    chex.assert_trees_all_equal(
+        *[
+            restored(
+                x.config.stored, {n: np.asarray(v) for n, v in named(whole(x)).items()}, names[0]
+            )
+            for x in (split, load_model(five, weight_dtype="stored").model)
+        ]
+    )
 
 
 def test_new_values_are_rounded_or_taken_as_they_are(untied_file):

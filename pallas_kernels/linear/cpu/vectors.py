@@ -116,7 +116,9 @@ def digit_bytes(builder, blocks, numbers, part, vector):
     if count == 0:
         return even, odd
     assert blocks.inputs * count == 32, "a block has one word of bits that are apart"
-    address = builder.add(numbers, ir.Constant(WORD, PANEL * blocks.digit_bytes + 4 * FULL * vector))
+    address = builder.add(
+        numbers, ir.Constant(WORD, PANEL * blocks.digit_bytes + 4 * FULL * vector)
+    )
     highest = builder.load(pointer(builder, address, WORDS), align=4)
     shift = builder.mul(builder.trunc(part, INT32), ir.Constant(INT32, count))
     highest = builder.lshr(highest, splat(builder, shift, FULL))
