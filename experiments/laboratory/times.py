@@ -96,10 +96,17 @@ def fitted_to(
         )
     sizes: list[int] = []
     if not computes_padding and buckets:
-        most = max(row["padded_tokens"] for row in rows)
-        sizes = [*sorted({1, *[size for size in buckets if size < most], most})]
+        sizes = _ends_of_programs(buckets, max(row["padded_tokens"] for row in rows))
     times = times._replace(model=fit(rows, sizes, samples=True))
     return times._replace(residuals=[step.seconds / times(step.plan) for step in steps])
+
+
+def _ends_of_programs(buckets: Sequence[int], most: int) -> list[int]:
+    """The fewest and the most tokens of each program: a step of one token more runs the next one,
+    whose small kernels compute its padding.
+    """
+    smaller = [size for size in buckets if size < most]
+    return sorted({1, most, *smaller, *[size + 1 for size in smaller]})
 
 
 def _mean_error(times: StepTimes) -> float:
