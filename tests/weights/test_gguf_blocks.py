@@ -190,18 +190,15 @@ def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
         load_model(narrow, weight_dtype="stored", mesh={"tensor": 4})
     # numbers of 5 bits are in 6 there, of which there are blocks of 16 inputs
     five = tiny_gguf(tmp_path / "five.gguf", narrow_folder, matrices="Q5_0")
-    split = load_model(five, weight_dtype="stored", mesh={"tensor": 4}).model
-    formats = dict(split.config.stored)
-    names = "blocks.0.attn.out.weight", "blocks.0.mlp.up.weight"
-    assert [formats[name] for name in names] == ["q6_k", "q5_0"]
-    chex.assert_trees_all_equal(
-        *[
-            restored(
-                x.config.stored, {n: np.asarray(v) for n, v in named(whole(x)).items()}, names[0]
-            )
-            for x in (split, load_model(five, weight_dtype="stored").model)
-        ]
-    )
+    values = []
+    for mesh, format_name in (({"tensor": 4}, "q6_k"), (None, "q5_0")):
+        model = load_model(five, weight_dtype="stored", mesh=mesh).model
+        formats = dict(model.config.stored)
+        assert formats["blocks.0.attn.out.weight"] == format_name
+        assert formats["blocks.0.mlp.up.weight"] == "q5_0"
+        params = {name: np.asarray(x) for name, x in named(whole(model)).items()}
+        values.append(restored(model.config.stored, params, "blocks.0.attn.out.weight"))
+    chex.assert_trees_all_equal(*values)
 
 
 def test_new_values_are_rounded_or_taken_as_they_are(untied_file):
