@@ -305,15 +305,21 @@ def test_what_another_run_cannot_have_is_refused(tmp_path: Path, busy: Path):
         rerun_of(path, config=past.read(path).config._replace(block_size=3))
 
 
-@pytest.mark.parametrize("computes_padding", [True, False])
-def test_a_fit_finds_out_whether_padding_is_computed(tmp_path: Path, computes_padding: bool):
-    """Samples take time beside the tokens, and decodes are samples."""
+@pytest.mark.parametrize(
+    ("computes_padding", "program_seconds"), [(True, 0.0), (False, 0.0), (False, 4e-4)]
+)
+def test_a_fit_finds_out_whether_padding_is_computed(
+    tmp_path: Path, computes_padding: bool, program_seconds: float
+):
+    """Samples take time beside the tokens, and decodes are samples. A program also takes time for
+    each token that it has room for.
+    """
     buckets = (4, 16)
 
     def seconds(work: Work) -> float:
         full = next(size for size in buckets if size >= work.tokens)
         tokens = full if computes_padding else work.tokens
-        return 0.01 + 0.002 * tokens + 0.001 * work.sampled
+        return 0.01 + 0.002 * tokens + 0.001 * work.sampled + program_seconds * full
 
     path = tmp_path / "run.jsonl"
     engine = simulated.engine(seconds=seconds)

@@ -38,7 +38,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, method):
         train_policy.train(tmp_path / "whole", dataclasses.replace(setup, units=4), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("evolution")  # study 029 has both
 @pytest.mark.parametrize("method", METHODS)
 def test_it_beats_first_come_and_the_shortest_prompt(method):
     """On episodes that it has not seen, by intervals that exclude no difference."""
