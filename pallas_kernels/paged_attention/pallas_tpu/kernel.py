@@ -126,7 +126,8 @@ def vmem_bytes(
     there twice, because Pallas copies those of the next bundle while one is computed. The
     compiler's memory for scores is an estimate: four numbers of 32 bits for each score of the heads
     in one body of the loop. They are six if pages are in float32, which needs several passes of the
-    matrix unit.
+    matrix unit. Rows of latents are so long that the three parts of 16 bits count too, in which
+    float32 is multiplied.
 
     Args:
         q_shape: [bundles, U, K, R, L].
@@ -139,11 +140,14 @@ def vmem_bytes(
     sums = heads * rows * (result_lanes + 2 * LANES) * 4
     scores = min(heads, UNROLLED) * rows * sizes.span // sizes.streams * 4 * (2 + itemsize)
     sinks = 2 * heads * rows // sizes.streams * LANES * 4 if has_sinks else 0
+    has_parts = sizes.values is not None and itemsize == 4
+    parts = 3 * 2 * (rows + sizes.span) * lanes if has_parts else 0
     return (
         ring
         + sums
         + scores
         + sinks
+        + parts
         + 2 * units * heads * (rows * lanes + rows // sizes.streams * result_lanes) * q_itemsize
     )
 
