@@ -278,6 +278,7 @@ def compile_case(
     rank = case.rank or 0
 
     def latent_layer(pages, x, q, slots, *rows):
+        assert case.rank is not None
         pages, _ = write(pages, None, x, None, slots, rows=ROWS)
         out = pallas_tpu.latent_attention(q, pages, *rows, rank=rank, **options)
         return pages, out

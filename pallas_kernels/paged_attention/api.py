@@ -167,13 +167,13 @@ def _by_kernel(
 ) -> jax.Array:
     """`latent_attention` of an implementation with `latents`."""
     assert impl.latents is not None
+    if (q.ndim, pages.ndim) != (3, 4) or (pages.shape[1], pages.shape[3]) != (1, q.shape[2]):
+        raise ValueError(
+            "q must be [T, N, R] and pages of latents [P, 1, S, R] with q's R; "
+            f"got q {q.shape}, pages {pages.shape}"
+        )
     _check(q, pages, pages, block_tables, seq_lens, cu_q_lens)
     _check_options(window, soft_cap)
-    if pages.shape[1] != 1 or pages.shape[3] != q.shape[2]:
-        raise ValueError(
-            f"pages of latents must be [P, 1, S, R] with q's R; got q {q.shape}, "
-            f"pages {pages.shape}"
-        )
     if cu_q_lens is None and not impl.decodes_alone:
         cu_q_lens = offsets_of_decodes(seq_lens)
     return impl.latents.attend(

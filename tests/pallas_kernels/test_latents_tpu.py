@@ -228,9 +228,9 @@ def test_an_engine_takes_latents_by_name_and_not_by_default():
 
 
 def test_arrays_that_do_not_fit_raise_with_their_shapes():
-    q = np.zeros((3, 2, ROW), np.float32)
-    pages = np.zeros((4, 1, 8, ROW), np.float32)
-    tables = np.zeros((3, 1), np.int32), np.ones(3, np.int32), np.arange(4, dtype=np.int32)
+    q = jnp.zeros((3, 2, ROW))
+    pages = jnp.zeros((4, 1, 8, ROW))
+    tables = jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32), jnp.arange(4, dtype=jnp.int32)
     call = partial(latent_attention, scale=1.0, impl="pallas_tpu")
     with refused("rank is 700; q .* has rows whose first 1 to 640 numbers can be values"):
         call(q, pages, *tables, rank=700)
