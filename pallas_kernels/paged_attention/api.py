@@ -128,7 +128,8 @@ def latent_attention(
         pages: [P, 1, S, R] rows, as `Latents.page_row` wants them; of an implementation without
             `latents`, those of `paged_attention`.
         rank: numbers of a value, and of the result.
-        block_tables, seq_lens, cu_q_lens, scale, impl, window, soft_cap: as of `paged_attention`.
+        block_tables, seq_lens, cu_q_lens: [B, blocks], [B] and [B + 1], as of `paged_attention`.
+        scale, impl, window, soft_cap: as of `paged_attention`.
 
     Returns:
         [T, N, rank] in q's dtype; padding tokens have zeros.
