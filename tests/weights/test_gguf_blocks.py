@@ -193,6 +193,7 @@ def test_on_a_mesh_devices_have_whole_blocks(tmp_path):
     values = []
     for mesh, format_name in (({"tensor": 4}, "q6_k"), (None, "q5_0")):
         model = load_model(five, weight_dtype="stored", mesh=mesh).model
+        assert isinstance(model.config.stored, tuple)
         formats = dict(model.config.stored)
         assert formats["blocks.0.attn.out.weight"] == format_name
         assert formats["blocks.0.mlp.up.weight"] == "q5_0"
