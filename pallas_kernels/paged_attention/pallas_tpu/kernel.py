@@ -141,7 +141,8 @@ def vmem_bytes(
     scores = min(heads, UNROLLED) * rows * sizes.span // sizes.streams * 4 * (2 + itemsize)
     sinks = 2 * heads * rows // sizes.streams * LANES * 4 if has_sinks else 0
     has_parts = sizes.values is not None and itemsize == 4
-    parts = 3 * 2 * (rows + sizes.span) * lanes if has_parts else 0
+    operands = (rows + sizes.span) * lanes + (rows + result_lanes) * sizes.span
+    parts = 3 * 2 * operands if has_parts else 0
     return (
         ring
         + sums
