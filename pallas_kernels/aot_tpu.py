@@ -4,12 +4,13 @@
     python -m pallas_kernels.aot --target tpu7x --json --quick
 
 It needs libtpu, which is the compiler and runs without a chip. Nothing is executed. For each shape
-it compiles the attention of a layer: the write of new keys and values, decodes, rows of up to 4 and
-of up to 8 query tokens, and chunks. For each of these kernels it prints the VMEM and the number of
-bundles (very long instruction words). It also prints how many bundles a row of `LONG_CONTEXT`
-context tokens executes, as a multiple of a decode's number. Products with stored weights are compiled
-too. Beside the compiler's report it prints an estimate: a roofline of the chip's published numbers for
-`ROWS` rows of `CONTEXT` tokens and a prompt of `PROMPT` tokens. That is a bound and not a measurement.
+it compiles the attention of a layer: the write of new keys and values, decodes, rows of up to 4
+and of up to 8 query tokens, and chunks; over latents, tiles for short rows only where they fit.
+For each of these kernels it prints the VMEM and the number of bundles (very long instruction
+words). It also prints how many bundles a row of `LONG_CONTEXT` context tokens executes, as a
+multiple of a decode's number. Products with stored weights are compiled too. Beside the compiler's
+report it prints an estimate: a roofline of the chip's published numbers for `ROWS` rows of
+`CONTEXT` tokens and a prompt of `PROMPT` tokens. That is a bound and not a measurement.
 """
 
 from __future__ import annotations
@@ -278,7 +279,6 @@ def compile_case(
     rank = case.rank or 0
 
     def latent_layer(pages, x, q, slots, *rows):
-        assert case.rank is not None
         pages, _ = write(pages, None, x, None, slots, rows=ROWS)
         out = pallas_tpu.latent_attention(q, pages, *rows, rank=rank, **options)
         return pages, out

@@ -80,7 +80,7 @@ def _format_of(tensors: Mapping[str, Tensor], entry: ParamSource, fits: Fits) ->
         return None
     smallest = holding[0]
     # the same numbers in smaller blocks, where a device would have a part of a larger one; those of
-    # 5 bits have more bits there
+    # 5 or 6 bits may have more bits there
     same_numbers = [
         x
         for x in holding

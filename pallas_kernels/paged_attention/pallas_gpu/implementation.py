@@ -7,7 +7,7 @@ without cu_q_lens has only decodes, and runs only the decode kernel. All kernels
 place, multiply numbers of 16 bits and add in float32.
 
 Latents have a kernel of their own, `latents.py`, for single query tokens. The tokens of longer rows
-are computed by it one by one. Rows of more tokens than `Latent.expands_from` of the model are
+are computed by it one by one. Rows of at least `Latent.expands_from` tokens, of the model, are
 computed by `expanded.py` instead.
 """
 

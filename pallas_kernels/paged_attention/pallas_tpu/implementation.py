@@ -14,7 +14,7 @@ bytes in the same order, which a TPU stores without padding. A cache in this lay
 place. A cache in another layout is copied, which on a TPU is a pass over all of it.
 
 Latents have one key head and a row of `whole_rows(Z + J)` numbers a token, which is read once as
-key and as value. A row of more query tokens than `Latent.expands_from` of the model is computed by
+key and as value. A row of at least `Latent.expands_from` query tokens, of the model, is computed by
 `expanded.py` instead.
 
 No TPU has run this yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what
