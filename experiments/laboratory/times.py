@@ -101,12 +101,14 @@ def fitted_to(
     return times._replace(residuals=[step.seconds / times(step.plan) for step in steps])
 
 
-def _ends_of_programs(buckets: Sequence[int], most: int) -> list[int]:
-    """The fewest and the most tokens of each program: a step of one token more runs the next one,
-    whose small kernels compute its padding.
+def _ends_of_programs(buckets: Sequence[int], largest: int) -> list[int]:
+    """The fewest and the most tokens of each program, ascending: a step of one token more runs the
+    next one, whose small kernels compute its padding.
+
+    largest: tokens of the largest step.
     """
-    smaller = [size for size in buckets if size < most]
-    return sorted({1, most, *smaller, *[size + 1 for size in smaller]})
+    smaller = [size for size in buckets if size < largest]
+    return sorted({1, largest, *smaller, *[size + 1 for size in smaller]})
 
 
 def _mean_error(times: StepTimes) -> float:

@@ -40,7 +40,8 @@ def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
 
 def break_at(step: int, fault: Callable[[], None]) -> None:
     """Have the fault when a step's commit begins, after its program ended on all devices."""
-    commit, count = engine_state.scheduler.commit, 0
+    commit = engine_state.scheduler.commit
+    count = 0
 
     def breaks(*args: Any, **options: Any) -> Any:
         nonlocal count

@@ -155,18 +155,30 @@ def latent_attention(
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
-def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> str:
-    """Returns why the kernels cannot take a shape, as the rest of a sentence; empty if they can."""
+def dtype_obstacle(dtype: str) -> str:
+    """Returns why this JAX, or pages of a dtype, cannot be used; empty if they can."""
     if reason := old_jax():
         return reason
-    if dtype not in DTYPES:
-        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+    if dtype in DTYPES:
+        return ""
+    return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+
+
+def block_obstacle(block_size: int) -> str:
+    """Returns why blocks of so many tokens cannot be read; empty if they can."""
+    if block_size in BLOCK_SIZES:
+        return ""
+    return f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+
+
+def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> str:
+    """Returns why the kernels cannot take a shape, as the rest of a sentence; empty if they can."""
+    if reason := dtype_obstacle(dtype):
+        return reason
     if head_size not in HEAD_SIZES:
         return f"needs a head size of {' or '.join(map(str, HEAD_SIZES))}, and it is {head_size}"
-    if block_size not in BLOCK_SIZES:
-        return (
-            f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
-        )
+    if reason := block_obstacle(block_size):
+        return reason
     if group > MAX_GROUP:
         return f"takes at most {MAX_GROUP} query heads for each key head, and there are {group}"
     return ""
@@ -174,20 +186,14 @@ def shape_obstacle(dtype: str, head_size: int, block_size: int, group: int) -> s
 
 def latent_shape_obstacle(dtype: str, rank: int, row: int, block_size: int) -> str:
     """As `shape_obstacle`, for pages of latents of `rank` numbers in rows of `row`."""
-    if reason := old_jax():
+    if reason := dtype_obstacle(dtype):
         return reason
-    if dtype not in DTYPES:
-        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
     if (rank, row) != LATENT:
         return (
             f"reads latents of {LATENT[0]} numbers in rows of {LATENT[1]}, and they have {rank} "
             f"in rows of {row}"
         )
-    if block_size not in BLOCK_SIZES:
-        return (
-            f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
-        )
-    return ""
+    return block_obstacle(block_size)
 
 
 def latent_obstacle(
