@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.pallas_gpu.pages import (
     Ring,
     barrier_of_pages,
+    clear_outside,
     first_tops,
     index_along,
     log2_scores,
@@ -30,6 +31,7 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
     product,
     sinks_of_queries,
     swizzled_memory,
+    tokens_outside,
 )
 from pallas_kernels.tiles import Tiles
 
@@ -190,24 +192,11 @@ def chunks(
 
                 plgpu.barrier_wait(v_full.at[slot])
 
-                # Values outside of the context may be NaN, and 0 * NaN is not 0. One warpgroup
-                # clears them for all.
-                @pl.when(
-                    start + tile > length
-                    if window is None
-                    else (start + tile > length) | (start < earliest)
-                )
+                @pl.when(tokens_outside(start, tile, length, earliest, window))
                 def clear():
-                    @pl.when(group_id == 0)
+                    @pl.when(group_id == 0)  # one warpgroup clears the values for all
                     def write():
-                        positions = index_along((tile, d), 0) + start
-                        real = (
-                            positions < length
-                            if window is None
-                            else (positions >= earliest) & (positions < length)
-                        )
-                        v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
-                        plgpu.commit_smem()
+                        clear_outside(v_s.at[slot], start, length, earliest, window)
                         plgpu.barrier_arrive(clean.at[slot])
 
                     plgpu.barrier_wait(clean.at[slot])

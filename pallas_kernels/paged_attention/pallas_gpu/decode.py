@@ -23,6 +23,8 @@ the softmax is in powers of two.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.pallas_gpu.pages import (
     Ring,
     barrier_of_pages,
+    clear_outside,
     first_tops,
     index_along,
     log2_scores,
@@ -39,6 +42,7 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
     product,
     sinks_of_queries,
     swizzled_memory,
+    tokens_outside,
 )
 from pallas_kernels.tiles import Tiles
 
@@ -204,31 +208,12 @@ def _decode(
                 else:
                     x = masked(x)  # a tile has a token that is seen
                     base = new = jnp.maximum(top, x.max(axis=0))
-                decay = jnp.exp2(top - base)
-                p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [1]))
-                # the places of the tile are summed after the loop
-                weights = weights * lax.broadcast_in_dim(decay, x.shape, [1]) + p
-                p_s.transpose((1, 0))[...] = p.astype(dtype)
-                plgpu.commit_smem()
+                decay, weights = weigh(x, top, base, weights, p_s)
 
                 plgpu.barrier_wait(v_full.at[slot])
-
-                # values outside of the context may be NaN, and 0 * NaN is not 0
-                @pl.when(
-                    start + tile > length
-                    if window is None
-                    else (start + tile > length) | (start < earliest)
+                pl.when(tokens_outside(start, tile, length, earliest, window))(
+                    lambda: clear_outside(v_s.at[slot], start, length, earliest, window)
                 )
-                def clear():
-                    positions = index_along((tile, d), 0) + start
-                    real = (
-                        positions < length
-                        if window is None
-                        else (positions >= earliest) & (positions < length)
-                    )
-                    v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
-                    plgpu.commit_smem()
-
                 y = product((d, columns), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0)))
                 pl.when(~last_use)(lambda: plgpu.barrier_arrive(v_free.at[slot]))
                 return o * lax.broadcast_in_dim(decay, o.shape, [1]) + y, new, weights
@@ -240,27 +225,16 @@ def _decode(
             weights = plgpu.layout_cast(jnp.full((tile, columns), first_weight, jnp.float32), WGMMA)
             part_sinks = refs[first_result - 1].at[part, head] if sink_arrays else None
             top = first_tops(part_sinks, columns, WGMMA.reduce(0))
-            o, top, weights = lax.fori_loop(0, count, attend, (o, top, weights))
-            norm = weights.sum(axis=0)
-            has_weights = norm > 0
-            safe = jnp.where(has_weights, norm, 1.0)
-            o = o * lax.broadcast_in_dim(1.0 / safe, o.shape, [1])
+            carry = lax.fori_loop(0, count, attend, (o, top, weights))
             if is_one_part:
                 (o_ref,) = results
                 (o_s,) = results_s
-                o_s.transpose((1, 0))[...] = o.astype(query_dtype)
-                plgpu.commit_smem()
+                write_whole(carry, o_s)
                 plgpu.copy_smem_to_gmem(
                     o_s.at[pl.ds(0, group)], o_ref.at[row, pl.ds(head * group, group)]
                 )
             else:
-                o_ref, log_ref = results
-                o_s, log_s = results_s
-                o_s[...] = o
-                log_s[...] = jnp.where(has_weights, top + jnp.log2(safe), -jnp.inf)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s, o_ref.at[row, head, part])
-                plgpu.copy_smem_to_gmem(log_s, log_ref.at[row, head, part])
+                write_part(carry, results_s, [result.at[row, head, part] for result in results])
             plgpu.wait_smem_to_gmem(0)
 
     ring = swizzled_memory((stages, tile, d), dtype)
@@ -268,11 +242,7 @@ def _decode(
         out_type = (jax.ShapeDtypeStruct((b, n, d), query_dtype),)
         out_s = (plgpu.SMEM((columns, d), query_dtype),)
     else:
-        shapes = ((d, columns), (columns,))
-        out_type = tuple(
-            jax.ShapeDtypeStruct((b, heads, parts, *shape), jnp.float32) for shape in shapes
-        )
-        out_s = tuple(plgpu.SMEM(shape, jnp.float32) for shape in shapes)
+        out_type, out_s = results_of_parts((b, heads, parts), d, columns)
     kernel = plgpu.kernel(
         paged_decode,
         out_type=out_type,
@@ -290,13 +260,7 @@ def _decode(
         ),
         grid=(parts, heads, b),
         grid_names=("part", "head", "row"),
-        num_threads=2,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=4096,  # the largest score of a column is found across warps
-        ),
+        **threads(),
     )
     padding = ((0, 0), (0, 0), (0, columns - group * queries), (0, 0))
     grouped = (
@@ -311,6 +275,67 @@ def _decode(
         return results[0][:, None]
     out = merged(*results)[..., : group * queries].reshape(b, heads, d, group, queries)
     return out.transpose(0, 4, 1, 3, 2).reshape(b, queries, n, d).astype(q.dtype)
+
+
+def weigh(x, top, base, weights, p_s):
+    """Returns the factor of the sums so far, and the sums of the weights with those of a tile.
+
+    The weights 2^(x - base) of the scores x [tile, columns] are written to p_s [columns, tile].
+    """
+    decay = jnp.exp2(top - base)
+    p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [1]))
+    # the places of the tile are summed after the loop
+    weights = weights * lax.broadcast_in_dim(decay, x.shape, [1]) + p
+    p_s.transpose((1, 0))[...] = p.astype(p_s.dtype)
+    plgpu.commit_smem()
+    return decay, weights
+
+
+def _normalised(o, weights):
+    """Returns o divided by the sums of its weights; of these, which are not 0, and the others as 1."""
+    norm = weights.sum(axis=0)
+    has_weights = norm > 0
+    safe = jnp.where(has_weights, norm, 1.0)
+    return o * lax.broadcast_in_dim(1.0 / safe, o.shape, [1]), has_weights, safe
+
+
+def write_whole(carry, o_s) -> None:
+    """Writes the result of a carry to o_s [columns, D], of a context in one part."""
+    o, _, weights = carry
+    o_s.transpose((1, 0))[...] = _normalised(o, weights)[0].astype(o_s.dtype)
+    plgpu.commit_smem()
+
+
+def write_part(carry, scratch, results) -> None:
+    """Writes the sum of a part and the log of its weights, through shared memory, to `results`."""
+    o, top, weights = carry
+    o, has_weights, safe = _normalised(o, weights)
+    o_s, log_s = scratch
+    o_s[...] = o
+    log_s[...] = jnp.where(has_weights, top + jnp.log2(safe), -jnp.inf)
+    plgpu.commit_smem()
+    for source, result in zip(scratch, results, strict=True):
+        plgpu.copy_smem_to_gmem(source, result)
+
+
+def results_of_parts(rows: tuple[int, int, int], d: int, columns: int) -> tuple[Any, Any]:
+    """Returns the results of `write_part`, (B, K, parts) of them, and their shared memory."""
+    shapes = (d, columns), (columns,)
+    results = tuple(jax.ShapeDtypeStruct((*rows, *shape), jnp.float32) for shape in shapes)
+    return results, tuple(plgpu.SMEM(shape, jnp.float32) for shape in shapes)
+
+
+def threads() -> dict[str, Any]:
+    """Returns the options of a kernel with a producer and a consumer of columns."""
+    return {
+        "num_threads": 2,
+        "thread_name": "warpgroup",
+        "compiler_params": plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=4096,  # the largest score of a column is found across warps
+        ),
+    }
 
 
 def merged(o, logs):

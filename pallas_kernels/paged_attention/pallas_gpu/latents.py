@@ -21,7 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.pallas_gpu.decode import COLUMNS, merged, parts_of
+from pallas_kernels.paged_attention.pallas_gpu.decode import (
+    COLUMNS,
+    merged,
+    parts_of,
+    results_of_parts,
+    threads,
+    weigh,
+    write_part,
+    write_whole,
+)
 from pallas_kernels.paged_attention.pallas_gpu.pages import (
     Ring,
     barrier_of_pages,
@@ -31,6 +40,7 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
     produce,
     product,
     swizzled_memory,
+    tokens_outside,
 )
 from pallas_kernels.tiles import Tiles
 
@@ -126,19 +136,10 @@ def attend(
                     visible &= token >= length - window
                 x = jnp.where(visible, log2_scores(x, scale, soft_cap), -jnp.inf)
                 new = jnp.maximum(top, x.max(axis=0))  # a tile has a token that is seen
-                decay = jnp.exp2(top - new)
-                p = jnp.exp2(x - lax.broadcast_in_dim(new, x.shape, [1]))
-                # the places of the tile are summed after the loop
-                weights = weights * lax.broadcast_in_dim(decay, x.shape, [1]) + p
-                p_s.transpose((1, 0))[...] = p.astype(dtype)
-                plgpu.commit_smem()
+                decay, weights = weigh(x, top, new, weights, p_s)
 
-                # values outside of the context may be NaN, and 0 * NaN is not 0
-                @pl.when(
-                    start + TILE > length
-                    if window is None
-                    else (start + TILE > length) | (start < earliest)
-                )
+                # as `pages.clear_outside`, in pieces
+                @pl.when(tokens_outside(start, TILE, length, earliest, window))
                 def clear():
                     position = index_along((TILE, CLEARED), 0) + start
                     real = (position >= earliest) & (position < length)
@@ -155,36 +156,21 @@ def attend(
             o = plgpu.layout_cast(jnp.full((rank, columns), 0.0, jnp.float32), WGMMA)
             weights = plgpu.layout_cast(jnp.full((TILE, columns), 0.0, jnp.float32), WGMMA)
             top = first_tops(None, columns, WGMMA.reduce(0))
-            o, top, weights = lax.fori_loop(0, turns, add_tile, (o, top, weights))
-            norm = weights.sum(axis=0)
-            has_weights = norm > 0
-            safe = jnp.where(has_weights, norm, 1.0)
-            o = o * lax.broadcast_in_dim(1.0 / safe, o.shape, [1])
+            carry = lax.fori_loop(0, turns, add_tile, (o, top, weights))
             if is_one_part:
                 (o_ref,) = results
                 (o_s,) = results_s
-                o_s.transpose((1, 0))[...] = o.astype(query_dtype)
-                plgpu.commit_smem()
+                write_whole(carry, o_s)
                 plgpu.copy_smem_to_gmem(o_s, o_ref.at[index, pl.ds(group * columns, columns)])
             else:
-                o_ref, log_ref = results
-                o_s, log_s = results_s
-                o_s[...] = o
-                log_s[...] = jnp.where(has_weights, top + jnp.log2(safe), -jnp.inf)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s, o_ref.at[index, group, part])
-                plgpu.copy_smem_to_gmem(log_s, log_ref.at[index, group, part])
+                write_part(carry, results_s, [result.at[index, group, part] for result in results])
             plgpu.wait_smem_to_gmem(0)
 
     if is_one_part:
         out_type = (jax.ShapeDtypeStruct((count, groups * columns, rank), query_dtype),)
         out_s = (plgpu.SMEM((columns, rank), query_dtype),)
     else:
-        shapes = ((rank, columns), (columns,))
-        out_type = tuple(
-            jax.ShapeDtypeStruct((count, groups, parts, *shape), jnp.float32) for shape in shapes
-        )
-        out_s = tuple(plgpu.SMEM(shape, jnp.float32) for shape in shapes)
+        out_type, out_s = results_of_parts((count, groups, parts), rank, columns)
     kernel = plgpu.kernel(
         latent_decode,
         out_type=out_type,
@@ -199,13 +185,7 @@ def attend(
         ),
         grid=(parts, groups, count),
         grid_names=("part", "group", "row"),
-        num_threads=2,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=4096,  # the largest score of a column is found across warps
-        ),
+        **threads(),
     )
     padded = jnp.pad(q.astype(dtype), ((0, 0), (0, groups * columns - heads), (0, 0)))
     padded = padded.reshape(count, groups, columns, row)

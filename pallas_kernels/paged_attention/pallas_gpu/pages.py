@@ -131,6 +131,26 @@ def product(shape, a, b):
     return pl.run_scoped(multiply, sums)
 
 
+def tokens_outside(start, tile: int, length, earliest, window: int | None):
+    """Returns whether the tile from context token `start` has tokens that no query sees."""
+    ends_in_tile = start + tile > length
+    return ends_in_tile if window is None else ends_in_tile | (start < earliest)
+
+
+def clear_outside(values, start, length, earliest, window: int | None) -> None:
+    """Clears the values [tile, D] of tokens that no query sees, from context token `start`.
+
+    They may be NaN, and 0 * NaN is not 0.
+    """
+    positions = index_along(values.shape, 0) + start
+    if window is None:
+        real = positions < length
+    else:
+        real = (positions >= earliest) & (positions < length)
+    values[...] = jnp.where(real, values[...], jnp.zeros((), values.dtype))
+    plgpu.commit_smem()
+
+
 def index_along(shape, axis: int):
     """Returns int32 [shape] in a product's layout: each element's index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
