@@ -199,90 +199,6 @@ def _mask_window(scores, visible, window, number):
             store_float(scores + 4 * (LANES * token + lane), np.float32(-np.inf))
 
 
-@compiled
-def _attend_pairs(
-    q,
-    k,
-    v,
-    page_bytes,
-    table,
-    first,
-    number,
-    before,
-    window,
-    cap,
-    factor,
-    token_bytes,
-    group,
-    d,
-    s,
-    scratch,
-    out,
-    sinks,
-):
-    """As `attend_tile`, by products of pairs of bfloat16 numbers.
-
-    The queries of the call and the pages are bfloat16; q is float32.
-    factor: the scale that the queries have been multiplied by. Divided by it and rounded, they are
-        the bfloat16 numbers that they were. The scores are multiplied by it instead.
-    """
-    scratch += -scratch % 64
-    visible = scratch
-    top = scratch + 4 * LANES
-    norm = scratch + 8 * LANES
-    rescale = scratch + 12 * LANES
-    places = scratch + 16 * LANES
-    # [CONTEXT_TILE, LANES] scores, or half as many rows of pairs of tokens
-    weights = places + 8 * LANES
-    transposed = weights + 4 * CONTEXT_TILE * LANES  # [D / 2, LANES] pairs, D / 2 up to the next 16
-    tokens = transposed + 4 * LANES * (d // 2 + FULL)  # [CONTEXT_TILE / 2, D] pairs of values
-    sums = tokens + 2 * d * CONTEXT_TILE
-    rows = sums + 4 * d * LANES  # [CONTEXT_TILE] addresses of keys, then of values
-    zeros = rows + 8 * CONTEXT_TILE  # [D] bfloat16
-    begin, stop = _place_queries(
-        places, visible, top, norm, first, number, before, window, token_bytes, group, d
-    )
-    for lane in range(LANES):
-        round_to_bfloat16(
-            q + load_word(places + 8 * lane), np.float32(1) / factor, sums + 2 * d * lane, d
-        )
-    _transpose_queries(sums, d // 2, number, transposed)
-    clear(sums, LANES * d)
-    clear(zeros, d)
-
-    for start in range(begin, stop, CONTEXT_TILE):
-        count = min(CONTEXT_TILE, stop - start)
-        _find_rows(k, page_bytes, table, start, count, 2 * d, s, rows)
-        for i in range(count, -(-count // KEYS_AT_ONCE) * KEYS_AT_ONCE):
-            store_word(rows + 8 * i, load_word(rows))  # any key, whose scores no query sees
-        _score_pairs(transposed, rows, d // 2, factor, count, number, weights)
-        if load_float(cap) > 0:
-            for lane in range(0, number, FULL):
-                apply_soft_cap(weights + 4 * lane, count, LANES, load_float(cap))
-        if start == begin:
-            _mask_window(weights, visible, window, number)
-        even = count + count % 2  # behind an odd count is a token that no query sees
-        for lane in range(0, number, FULL):
-            offset = 4 * lane
-            if load_int(visible) < even:
-                hide(weights + offset, even, visible + offset)
-            online_softmax_step_pairs(
-                weights + offset, even, top + offset, norm + offset, rescale + offset
-            )
-        _advance_visible(visible)
-        _find_rows(v, page_bytes, table, start, count, 2 * d, s, rows)
-        if count % 2:
-            store_word(rows + 8 * count, zeros)  # memory behind the context may hold a NaN
-        for i in range(0, even, 2):
-            interleave(load_word(rows + 8 * i), load_word(rows + 8 * i + 8), tokens + 2 * d * i, d)
-        for lane in range(0, number, QUERIES_AT_ONCE):
-            add_weighted_values_pairs(
-                weights + 4 * lane, tokens, d, even // 2, rescale + 4 * lane, sums + 4 * d * lane
-            )
-
-    _write_results(sums, top, norm, places, first, number, group, d, out, sinks)
-
-
 @compiled_apart
 def attend_tile(
     q,
@@ -314,13 +230,13 @@ def attend_tile(
     factor: the scale that bfloat16 queries have been multiplied by, 0 if they are float32.
     scratch: `scratch_bytes` bytes.
     sinks: address of the key head's sinks [G], in a variant that has them.
+
+    By products of pairs of bfloat16 numbers, queries that are divided by `factor` and rounded are
+    the bfloat16 numbers that they were. The scores are multiplied by it instead.
     """
+    words = d  # of a query, a key or a value
     if PAIRS and PAIRED:
-        _attend_pairs(
-            q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes,
-            group, d, s, scratch, out, sinks,
-        )  # fmt: skip
-        return
+        words = d // 2
     scratch += -scratch % 64  # no vector across two cache lines
     visible = scratch
     top = scratch + 4 * LANES
@@ -328,22 +244,40 @@ def attend_tile(
     rescale = scratch + 12 * LANES
     # [LANES] words: bytes from the row's first query to each query, and so for the results
     places = scratch + 16 * LANES
-    weights = places + 8 * LANES  # [CONTEXT_TILE, LANES]
-    transposed = weights + 4 * CONTEXT_TILE * LANES  # [D, LANES], D up to the next 16
-    tokens = transposed + 4 * LANES * (d + FULL)  # [CONTEXT_TILE, D]: keys, then values
-    sums = tokens + 4 * d * CONTEXT_TILE  # [LANES, D]; at first the queries are here
+    # [CONTEXT_TILE, LANES] scores, or half as many rows of pairs of tokens
+    weights = places + 8 * LANES
+    transposed = weights + 4 * CONTEXT_TILE * LANES  # [words, LANES], words up to the next 16
+    # [CONTEXT_TILE, D]: keys, then values; or [CONTEXT_TILE / 2, D] pairs of values
+    tokens = transposed + 4 * LANES * (words + FULL)
+    sums = tokens + 4 * words * CONTEXT_TILE  # [LANES, D]; at first the queries are here
+    rows = sums + 4 * d * LANES  # of pairs, [CONTEXT_TILE] addresses of keys, then of values
+    zeros = rows + 8 * CONTEXT_TILE  # of pairs, [D] bfloat16
     begin, stop = _place_queries(
         places, visible, top, norm, first, number, before, window, token_bytes, group, d
     )
     for lane in range(LANES):
-        copy(4, q + load_word(places + 8 * lane), sums + 4 * d * lane, d)
-    _transpose_queries(sums, d, number, transposed)
+        query = q + load_word(places + 8 * lane)
+        if PAIRS and PAIRED:
+            round_to_bfloat16(query, np.float32(1) / factor, sums + 2 * d * lane, d)
+        else:
+            copy(4, query, sums + 4 * d * lane, d)
+    _transpose_queries(sums, words, number, transposed)
     clear(sums, LANES * d)
+    if PAIRS and PAIRED:
+        clear(zeros, d)
 
     for start in range(begin, stop, CONTEXT_TILE):
         count = min(CONTEXT_TILE, stop - start)
-        _copy_rows(k, page_bytes, table, start, count, d, s, tokens)
-        _score(transposed, tokens, d, count, number, weights)
+        shown = count
+        if PAIRS and PAIRED:
+            shown = count + count % 2  # behind an odd count is a token that no query sees
+            _find_rows(k, page_bytes, table, start, count, 2 * d, s, rows)
+            for i in range(count, -(-count // KEYS_AT_ONCE) * KEYS_AT_ONCE):
+                store_word(rows + 8 * i, load_word(rows))  # any key, whose scores no query sees
+            _score_pairs(transposed, rows, words, factor, count, number, weights)
+        else:
+            _copy_rows(k, page_bytes, table, start, count, d, s, tokens)
+            _score(transposed, tokens, d, count, number, weights)
         if load_float(cap) > 0:
             for lane in range(0, number, FULL):
                 apply_soft_cap(weights + 4 * lane, count, LANES, load_float(cap))
@@ -351,17 +285,36 @@ def attend_tile(
             _mask_window(weights, visible, window, number)
         for lane in range(0, number, FULL):
             offset = 4 * lane
-            if load_int(visible) < count:  # the first query sees the fewest
-                hide(weights + offset, count, visible + offset)
-            online_softmax_step(
-                weights + offset, count, top + offset, norm + offset, rescale + offset
-            )
+            if load_int(visible) < shown:  # the first query sees the fewest
+                hide(weights + offset, shown, visible + offset)
+            if PAIRS and PAIRED:
+                online_softmax_step_pairs(
+                    weights + offset, shown, top + offset, norm + offset, rescale + offset
+                )
+            else:
+                online_softmax_step(
+                    weights + offset, shown, top + offset, norm + offset, rescale + offset
+                )
         _advance_visible(visible)
-        _copy_rows(v, page_bytes, table, start, count, d, s, tokens)
+        if PAIRS and PAIRED:
+            _find_rows(v, page_bytes, table, start, count, 2 * d, s, rows)
+            if count % 2:
+                store_word(rows + 8 * count, zeros)  # memory behind the context may hold a NaN
+            for i in range(0, shown, 2):
+                pair = tokens + 2 * d * i
+                interleave(load_word(rows + 8 * i), load_word(rows + 8 * i + 8), pair, d)
+        else:
+            _copy_rows(v, page_bytes, table, start, count, d, s, tokens)
         for lane in range(0, number, QUERIES_AT_ONCE):
-            add_weighted_values_tile(
-                weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane
-            )
+            lane_sums = sums + 4 * d * lane
+            if PAIRS and PAIRED:
+                add_weighted_values_pairs(
+                    weights + 4 * lane, tokens, d, shown // 2, rescale + 4 * lane, lane_sums
+                )
+            else:
+                add_weighted_values_tile(
+                    weights + 4 * lane, tokens, d, count, rescale + 4 * lane, lane_sums
+                )
 
     _write_results(sums, top, norm, places, first, number, group, d, out, sinks)
 
