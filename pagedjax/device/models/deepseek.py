@@ -16,13 +16,7 @@ from pagedjax.device.models.deepseek_experts import (
     moe_table,
 )
 from pagedjax.device.models.latent import Latent
-from pagedjax.device.models.llama import (
-    NORMS,
-    decoder_table,
-    dense,
-    norm_table,
-    rotation,
-)
+from pagedjax.device.models.llama import NORMS, blocks_table, dense, rotation
 from pagedjax.device.models.mlp import Experts
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import pair_order, temperature
@@ -109,13 +103,7 @@ def _latent(config: dict[str, Any]) -> Latent:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    return decoder_table(
-        c,
-        [
-            attention_table(c, i) + norm_table(c, i, NORMS) + moe_table(c, i)
-            for i in range(c.layers)
-        ],
-    )
+    return blocks_table(c, NORMS, attention=attention_table, mlp=moe_table)
 
 
 def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:

@@ -10,14 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
-from pagedjax.device.models.llama import (
-    SLIDING,
-    attention_table,
-    decoder_table,
-    mlp_table,
-    norm_table,
-    rotation,
-)
+from pagedjax.device.models.llama import SLIDING, blocks_table, rotation
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 
@@ -100,10 +93,4 @@ def _ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    return decoder_table(
-        c,
-        [
-            attention_table(c, i) + norm_table(c, i, NORMS) + mlp_table(c, i)
-            for i in range(c.layers)
-        ],
-    )
+    return blocks_table(c, NORMS)

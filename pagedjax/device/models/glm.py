@@ -4,16 +4,16 @@ and up are one tensor in files. The models of 2025 (`glm4`) have norms behind at
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
 from pagedjax.device.models.llama import (
     NORMS,
     attention_table,
-    decoder_table,
+    blocks_table,
     dense,
     mlp_table,
-    norm_table,
     qkv_order,
     rotated_numbers,
     rotation,
@@ -42,12 +42,9 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names."""
     order = qkv_order(c, interleaved=True)
     norms = NORMS | POST_NORMS if c.post_norms else NORMS
-    return decoder_table(
+    return blocks_table(
         c,
-        [
-            attention_table(c, i, order=order)
-            + norm_table(c, i, norms)
-            + mlp_table(c, i, ("gate_up_proj",))
-            for i in range(c.layers)
-        ],
+        norms,
+        attention=partial(attention_table, order=order),
+        mlp=partial(mlp_table, gate_up=("gate_up_proj",)),
     )

@@ -4,6 +4,7 @@ and k have norms in the large models.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
@@ -11,9 +12,8 @@ from pagedjax.device.models.deepseek_experts import corrected_experts, is_sparse
 from pagedjax.device.models.llama import (
     NORMS,
     attention_table,
-    decoder_table,
+    blocks_table,
     dense,
-    norm_table,
     qkv_order,
     rotated_numbers,
     rotation,
@@ -41,10 +41,4 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
     order = qkv_order(c)
-    return decoder_table(
-        c,
-        [
-            attention_table(c, i, order=order) + norm_table(c, i, NORMS) + moe_table(c, i)
-            for i in range(c.layers)
-        ],
-    )
+    return blocks_table(c, NORMS, attention=partial(attention_table, order=order), mlp=moe_table)

@@ -4,17 +4,11 @@ sink in each head of attention; windows in every other layer.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
-from pagedjax.device.models.llama import (
-    NORMS,
-    SLIDING,
-    attention_table,
-    decoder_table,
-    dense,
-    norm_table,
-)
+from pagedjax.device.models.llama import NORMS, SLIDING, attention_table, blocks_table, dense
 from pagedjax.device.models.mlp import ClampedGates, Experts
 from pagedjax.device.models.param_table import ParamSource
 
@@ -55,22 +49,14 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    order = _up_order(c)
-    blocks = [
-        [
-            *attention_table(c, i),
-            _sinks(c, i),
-            *norm_table(c, i, NORMS),
-            *_moe_table(c, i, order),
-        ]
-        for i in range(c.layers)
-    ]
-    return decoder_table(c, blocks)
+    mlp = partial(_moe_table, order=_up_order(c))
+    return blocks_table(c, NORMS, attention=_attention_table, mlp=mlp)
 
 
-def _sinks(c: DecoderConfig, layer: int) -> ParamSource:
+def _attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
     name = f"model.layers.{layer}.self_attn.sinks"
-    return ParamSource(("blocks", str(layer), "attn", "sinks"), (name,), (c.heads,))
+    sinks = ParamSource(("blocks", str(layer), "attn", "sinks"), (name,), (c.heads,))
+    return [*attention_table(c, layer), sinks]
 
 
 def _up_order(c: DecoderConfig) -> tuple[int, ...]:

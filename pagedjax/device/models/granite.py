@@ -7,14 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
-from pagedjax.device.models.llama import (
-    NORMS,
-    attention_table,
-    decoder_table,
-    dense,
-    mlp_table,
-    norm_table,
-)
+from pagedjax.device.models.llama import NORMS, blocks_table, dense
 from pagedjax.device.models.mlp import Experts
 from pagedjax.device.models.param_table import ParamSource
 
@@ -67,15 +60,7 @@ def experts_of(config: dict[str, Any], shared: int) -> Experts:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    return decoder_table(
-        c,
-        [
-            attention_table(c, i)
-            + norm_table(c, i, NORMS)
-            + (moe_table(c, i) if kind.sparse else mlp_table(c, i))
-            for i, kind in enumerate(c.kinds)
-        ],
-    )
+    return blocks_table(c, NORMS, sparse=moe_table)
 
 
 def moe_table(c: DecoderConfig, layer: int) -> list[ParamSource]:

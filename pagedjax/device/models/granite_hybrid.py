@@ -8,7 +8,13 @@ from typing import Any
 
 from pagedjax.device.models import granite
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
-from pagedjax.device.models.llama import NORMS, attention_table, decoder_table, norm_table
+from pagedjax.device.models.llama import (
+    NORMS,
+    attention_table,
+    decoder_table,
+    norm_table,
+    sources_of,
+)
 from pagedjax.device.models.mixers.mamba2 import Mamba2
 from pagedjax.device.models.param_table import ParamSource
 
@@ -117,7 +123,4 @@ def _mamba_table(c: DecoderConfig, layer: int, mixer: Any) -> list[ParamSource]:
     if mixer.bias:
         names[("inner", "bias")] = ("in_proj.bias", (inner,))
         names[("out", "bias")] = ("out_proj.bias", (c.hidden,))
-    return [
-        ParamSource((*path, *name), (prefix + stored_name,), shape)
-        for name, (stored_name, shape) in names.items()
-    ]
+    return sources_of(path, prefix, names)

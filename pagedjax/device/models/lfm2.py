@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
-from pagedjax.device.models.llama import rotation, stretched
+from pagedjax.device.models.llama import rotation, sources_of, stretched
 from pagedjax.device.models.mixers.short_conv import ShortConv
 from pagedjax.device.models.param_table import ParamSource
 
@@ -102,10 +102,7 @@ def _convolution(c: DecoderConfig, layer: int, mixer: Any) -> list[ParamSource]:
             ("out", "bias"): ("out_proj.bias", (size,)),
             ("bias",): ("conv.bias", (size,)),
         }
-    return [
-        ParamSource((*path, *name), (prefix + stored_name,), shape)
-        for name, (stored_name, shape) in names.items()
-    ]
+    return sources_of(path, prefix, names)
 
 
 def _attention(c: DecoderConfig, layer: int) -> list[ParamSource]:

@@ -6,7 +6,7 @@ v); Qwen3 (norms of q and k); Mixtral, Qwen3-MoE and Qwen2-MoE (experts instead 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,10 @@ from pagedjax.device.models.decoder import DecoderConfig, LayerKind
 from pagedjax.device.models.mlp import Experts
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import ORIGINAL, Rope, pair_order
+
+# (config, layer) -> the parameters of a part of the layer
+LayerTable = Callable[[DecoderConfig, int], Sequence[ParamSource]]
+Stored = tuple[str, tuple[int, ...]]  # the name of a tensor, and its shape
 
 SLIDING = "sliding_attention"
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -186,15 +190,7 @@ def qwen_experts(config: dict[str, Any], *, has_shared: bool) -> Experts:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    return decoder_table(
-        c,
-        [
-            attention_table(c, i)
-            + norm_table(c, i, NORMS)
-            + (_sparse_table(c, i) if kind.sparse else mlp_table(c, i))
-            for i, kind in enumerate(c.kinds)
-        ],
-    )
+    return blocks_table(c, NORMS, sparse=_sparse_table)
 
 
 def decoder_table(
@@ -268,6 +264,18 @@ def qkv_order(c: DecoderConfig, *, interleaved: bool = False) -> tuple[int, ...]
     return () if order == tuple(range(c.qkv_rows)) else order
 
 
+def sources_of(
+    path: tuple[str, ...], prefix: str, tensors: Mapping[tuple[str, ...], Stored]
+) -> list[ParamSource]:
+    """Parameters that are tensors of a file as they are. tensors: the end of the parameter's path
+    -> the end of the tensor's name, and its shape.
+    """
+    return [
+        ParamSource((*path, *name), (prefix + stored_name,), shape)
+        for name, (stored_name, shape) in tensors.items()
+    ]
+
+
 def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[ParamSource]:
     """The norms of a layer. names: name in this project -> name in the checkpoint."""
     return [
@@ -291,6 +299,34 @@ def mlp_table(c: DecoderConfig, layer: int, gate_up: Sequence[str] = GATE_UP) ->
             (*path, "down", "weight"), (f"{prefix}down_proj.weight",), (c.hidden, c.intermediate)
         ),
     ]
+
+
+def blocks_table(
+    c: DecoderConfig,
+    norms: dict[str, str],
+    *,
+    attention: LayerTable = attention_table,
+    mlp: LayerTable = mlp_table,
+    sparse: LayerTable | None = None,
+) -> tuple[ParamSource, ...]:
+    """The parameters of a decoder by those of its layers.
+
+    Args:
+        norms: as in `norm_table`.
+        sparse: of the layers with experts; None: `mlp`.
+    """
+    sparse = sparse or mlp
+    return decoder_table(
+        c,
+        [
+            [
+                *attention(c, i),
+                *norm_table(c, i, norms),
+                *(sparse if kind.sparse else mlp)(c, i),
+            ]
+            for i, kind in enumerate(c.kinds)
+        ],
+    )
 
 
 def _sparse_table(c: DecoderConfig, layer: int) -> list[ParamSource]:

@@ -11,15 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
-from pagedjax.device.models.llama import (
-    SLIDING,
-    attention_table,
-    decoder_table,
-    dense,
-    mlp_table,
-    norm_table,
-    rotation,
-)
+from pagedjax.device.models.llama import SLIDING, blocks_table, dense, rotation
 from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.rope import Rope
 
@@ -77,10 +69,4 @@ def _pattern(config: dict[str, Any]) -> int:
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names."""
-    return decoder_table(
-        c,
-        [
-            attention_table(c, i) + norm_table(c, i, NORMS) + mlp_table(c, i)
-            for i in range(c.layers)
-        ],
-    )
+    return blocks_table(c, NORMS)

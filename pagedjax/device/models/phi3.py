@@ -4,16 +4,16 @@ and up in another. Some rotate only a part of each head, and have "longrope" sca
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind
 from pagedjax.device.models.llama import (
     NORMS,
     attention_table,
-    decoder_table,
+    blocks_table,
     dense,
     mlp_table,
-    norm_table,
     qkv_order,
     rotated_numbers,
     rotation,
@@ -40,12 +40,9 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names."""
     order = qkv_order(c)
-    return decoder_table(
+    return blocks_table(
         c,
-        [
-            attention_table(c, i, ("qkv_proj",), order)
-            + norm_table(c, i, NORMS)
-            + mlp_table(c, i, ("gate_up_proj",))
-            for i in range(c.layers)
-        ],
+        NORMS,
+        attention=partial(attention_table, qkv=("qkv_proj",), order=order),
+        mlp=partial(mlp_table, gate_up=("gate_up_proj",)),
     )

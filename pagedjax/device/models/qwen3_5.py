@@ -20,6 +20,7 @@ from pagedjax.device.models.llama import (
     qwen_experts_table,
     rotated_numbers,
     rotation,
+    sources_of,
 )
 from pagedjax.device.models.mixers.gated_delta import GatedDelta
 from pagedjax.device.models.mlp import Experts
@@ -157,7 +158,4 @@ def _delta_table(c: DecoderConfig, layer: int, mixer: GatedDelta) -> list[ParamS
         ("decay_bias",): ("dt_bias", (mixer.heads,)),
         ("norm",): ("norm.weight", (mixer.value_dim,)),
     }
-    return [
-        ParamSource((*path, *name), (prefix + stored_name,), shape)
-        for name, (stored_name, shape) in singles.items()
-    ]
+    return sources_of(path, prefix, singles)
