@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import drawn, garbage, mappings, memory, quick_compiler
+from tests import drawn, garbage, mappings, memory, quick_compiler, workers
 
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite
 # takes minutes more.
@@ -32,6 +32,17 @@ quick_compiler.choose_emitters()
 def pytest_configure(config: pytest.Config) -> None:
     drawn.choose_settings(config.option.markexpr)
     garbage.start()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist tells which tests there are
+def pytest_collection_finish(session: pytest.Session) -> None:
+    workers.longest_first(session.items)
+    garbage.set_aside()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByFile:
+    return workers.ByFile(config, log)
 
 
 @pytest.fixture
@@ -80,7 +91,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     optimised = "smollm2" in item.fixturenames or item.get_closest_marker("optimised") is not None  # type: ignore
     all_programs = item.get_closest_marker("few_optimisations") is not None
     quick_compiler.choose(not optimised, all_programs)
-    garbage.collect_newer_now_and_then()
+    garbage.collect_now_and_then()
     return (yield)  # type: ignore[return-value]
 
 
@@ -95,7 +106,6 @@ def _room_for_programs() -> Iterator[None]:
         sys.modules["jax"].clear_caches()
         mappings.forget_applications()
         memory.give_back()
-    garbage.collect_now_and_then()
 
 
 @pytest.fixture(scope="session")
