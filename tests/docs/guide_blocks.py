@@ -31,6 +31,7 @@ RUNS = "<!-- runs -->"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"# (\w[\w.-]*\.\w+)\n")
 COMMANDS = ("pagedjax ", "python -m ")
+OF_SHELL = re.compile(r"[|&;<>*$`]")
 
 
 class Block(NamedTuple):
@@ -100,26 +101,12 @@ def write(block: Block, folder: Path) -> None:
     (folder / block.file).write_text(source, "utf-8")
 
 
-def shell(source: str) -> subprocess.CompletedProcess[str]:
-    """Runs commands where `python` and `pagedjax` are those of this interpreter and this
-    repository; engines are compiled quickly.
+def run_here(command: str) -> tuple[object, str]:
+    """Runs a command of the repository in this process -> (what it gives to `sys.exit`, what it
+    prints): a process of its own takes seconds to import what the command needs.
     """
-    python = f'"{sys.executable}"'
-    words = re.sub(
-        r"^((?:\w+=\S+ )*)pagedjax(?= )",
-        rf"\1{python} -m tests.quickly",
-        source,
-        flags=re.MULTILINE,
-    )
-    words = re.sub(r"^((?:\w+=\S+ )*)python(?= )", rf"\1{python}", words, flags=re.MULTILINE)
-    return subprocess.run(["bash", "-euc", words], capture_output=True, text=True, timeout=500)
-
-
-def error_of_command(action: str) -> str:
-    """What a command prints, which must fail. It runs in this process: a process of its own takes
-    seconds to import what the command needs, and most fail before they do something.
-    """
-    module, *words = shlex.split(action.removeprefix("python -m "))
+    status: object = None
+    module, *words = shlex.split(command.removeprefix("python -m "))
     output = io.StringIO()
     before = sys.argv
     sys.argv = [module, *words]
@@ -128,14 +115,39 @@ def error_of_command(action: str) -> str:
             if module == "pagedjax":
                 status = cli.main(words)
             else:
-                status = None
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code
     finally:
         sys.argv = before
+    return status, output.getvalue()
+
+
+def run_shell(command: str) -> tuple[int, str]:
+    """Runs a line of shell, where `python` and `pagedjax` are those of this interpreter and this
+    repository; engines of `pagedjax` are compiled quickly.
+    """
+    python = f'"{sys.executable}"'
+    words = re.sub(r"^((?:\w+=\S+ )*)pagedjax(?= )", rf"\1{python} -m tests.quickly", command)
+    words = re.sub(r"^((?:\w+=\S+ )*)python(?= )", rf"\1{python}", words)
+    child = subprocess.run(["bash", "-euc", words], capture_output=True, text=True, timeout=500)
+    return child.returncode, child.stdout + child.stderr
+
+
+def run_commands(source: str) -> None:
+    """Runs the commands of a block; each must end with 0."""
+    for command in commands(source):
+        is_plain = command.startswith(COMMANDS) and not OF_SHELL.search(command)
+        status, output = run_here(command) if is_plain else run_shell(command)
+        print(output[-4000:])
+        assert not status, f"{command!r} ends with {status}"
+
+
+def error_of_command(action: str) -> str:
+    """What a command prints, which must fail."""
+    status, output = run_here(action)
     assert status, f"{action!r} does not fail"
-    return output.getvalue()
+    return output
 
 
 def error_of(action: str, space: dict[str, object]) -> str:
@@ -173,11 +185,7 @@ def run(path: Path) -> None:
             )
         elif block.runs:
             print(f"--- line {block.line}", flush=True)
-            ended = shell(block.source)
-            print(ended.stdout[-2000:], ended.stderr[-2000:])
-            assert ended.returncode == 0, (
-                f"the commands of line {block.line} end with {ended.returncode}"
-            )
+            run_commands(block.source)
     wrong = []
     for action, says, _ in mistakes(text):
         error = error_of(action, space)
