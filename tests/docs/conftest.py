@@ -19,10 +19,13 @@ sys.path.insert(0, str(ROOT / "docs"))
 @pytest.fixture(scope="session")
 def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """A function that builds the site as its users do, with every warning an error, but runs no
-    tutorial. It returns the folder of the pages.
+    tutorial. It returns the folder of the pages. With PAGEDJAX_TESTS_SITE it is a site that is
+    there already.
     """
 
     def build() -> Path:
+        if site := os.environ.get("PAGEDJAX_TESTS_SITE"):
+            return Path(site)
         pytest.importorskip("sphinx", reason="the `docs` extra is not installed")
         pages = tmp_path_factory.mktemp("site") / "pages"
         options = ["-q", "-W", "--keep-going", "-D", "nb_execution_mode=off"]

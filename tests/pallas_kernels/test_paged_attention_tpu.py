@@ -121,14 +121,18 @@ EVERY = [
 ]
 
 
-def shapes(*often: tuple) -> pytest.MarkDecorator:
-    """The cases of the default run, and all others."""
-    slow_shapes = [
-        (*shape, mode) for shape in EVERY for mode in MODES if (*shape, mode) not in often
-    ]
-    return pytest.mark.parametrize(
-        ("d", "s", "group", "dtype", "mode"), [*often, *(slow(*shape) for shape in slow_shapes)]
-    )
+def shapes(often: tuple) -> pytest.MarkDecorator:
+    """The case of the default run, and all others: the slow run has each shape with both dtypes and
+    both modes once, in pairs that take turns.
+    """
+    cases: list[Any] = [often]
+    for number, shape in enumerate(EVERY):
+        paired = MODES[(number + number // 2) % 2]
+        for mode in MODES:
+            mark = pytest.mark.slow if mode == paired else pytest.mark.exhaustive
+            if (*shape, mode) != often:
+                cases.append(pytest.param(*shape, mode, marks=mark))
+    return pytest.mark.parametrize(("d", "s", "group", "dtype", "mode"), cases)
 
 
 @shapes((128, 8, 3, "float32", "eager"))
