@@ -22,6 +22,8 @@ from pagedjax.weights.trained import whole
 from tests.refusals import refused
 from tests.weights.tiny_families import random_tensors, write_family
 
+pytestmark = pytest.mark.few_optimisations
+
 T = 33
 H = 16
 PLAIN = Experts(count=12, chosen=3, intermediate=8, normalised=False)

@@ -95,6 +95,7 @@ def test_answers_are_those_of_transformers(folder, theirs, case, tmp_path):
     check_answers(folder, case, theirs, tmp_path)
 
 
+@pytest.mark.slow  # test_page_contract.py has a quick one of such layers
 def test_answers_do_not_depend_on_cuts_and_preemption(tmp_path):
     folder = write_family(tmp_path / "model", HYBRIDS["qwen3_next"], seed=3)
     alone = small_llm(folder, **SMALL, enable_prefix_caching=False)

@@ -93,7 +93,7 @@ def drafts_of(results: Sequence[StepResult]) -> tuple[int, int]:
     return drafts, sum(sum(event.accepted) for event in verified)
 
 
-@pytest.mark.slow  # a draft model with such layers, below, is the quick one
+@pytest.mark.slow
 def test_a_draft_model_reads_all_tokens_and_changes_none(near, tiny_llm, tiny_folder, monkeypatch):
     """Its drafts are what it says alone, although the other layers give blocks back."""
     drafted: list[tuple[list[int], list[int]]] = []
@@ -150,6 +150,15 @@ def check_its_own_drafts(engine: Engine, undrafted: dict[str, list[int]]) -> Non
         assert drafts == accepted > 20
 
 
+def test_drafts_that_are_rejected_leave_the_states_as_they_were(loaded, undrafted):
+    options = {"method": "ngram", "num_tokens": 3, "adaptive": False}
+    results = results_of(small_llm(loaded, block_size=4, speculative=options).engine)
+    assert sampled(results) == undrafted
+    drafts, accepted = drafts_of(results)
+    assert drafts > accepted
+
+
+@pytest.mark.slow
 def test_every_draft_of_such_a_model_for_itself_is_accepted(loaded, undrafted):
     """Its layers are in groups behind the model's; the first group is one of both."""
     engine = drafting_engine(loaded, loaded, block_size=4)

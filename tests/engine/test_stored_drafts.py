@@ -117,8 +117,8 @@ def test_what_a_draft_model_cannot_have_is_refused(files, tiny):
 # --- drafts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.default_cases("cpu")
-@pytest.mark.slow_cases("xla", "cpu_int8")
+# numbers of such a draft model are tested above, stored models and draft models in engines by default
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["cpu", "xla", "cpu_int8"])
 def test_tokens_and_drafts_are_those_of_widened_weights(files, stored_target, impl):
     """The model drafts for itself. With the CPU kernel all drafts are accepted, stored or not,

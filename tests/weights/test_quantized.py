@@ -121,7 +121,8 @@ def test_convert_writes_the_floats_that_a_layout_means(folders, tmp_path):
 
 IMPLS = [
     pytest.param(name, impl, marks=() if (name, impl) in QUICK else pytest.mark.slow)
-    for QUICK in [{("awq", "cpu"), ("gptq, act-order", "cpu")}]
+    # test_gguf_blocks.py has a quick one with inputs in their order
+    for QUICK in [{("gptq, act-order", "cpu")}]
     for name in LAYOUTS
     for impl in ("cpu", "xla")
 ]
