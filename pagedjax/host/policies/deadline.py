@@ -83,12 +83,7 @@ def _policy(targets: tuple[tuple[str, float], ...], default_s: float, token_s: f
         return memory.due[seq.request_id] - token_s * tokens_left, seq.arrival
 
     order, preempt = by_rank(rank)
-    name = name_with(
-        "deadline",
-        (targets, (), "targets"),
-        (default_s, 60.0, "default_s"),
-        (token_s, 0.0, "token_s"),
-    )
+    name = name_with(deadline, targets, default_s, token_s)
     return Policy(name, order, preempt=preempt, init=Dues, observe=observe, show=shown, timed=True)
 
 

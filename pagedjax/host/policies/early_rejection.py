@@ -168,13 +168,7 @@ def _policy(
     def order(memory: Load, waiting: Sequence[Seq], running: Running, cached: Cached) -> list[Seq]:
         return sorted(waiting, key=arrival_of)
 
-    name = name_with(
-        "early_rejection",
-        (ttft_s, 10.0, "ttft_s"),
-        (itl_s, 1.0, "itl_s"),
-        (targets, (), "targets"),
-        (speed, 0.1, "speed"),
-    )
+    name = name_with(early_rejection, ttft_s, itl_s, targets, speed)
     return Policy(
         name,
         order,

@@ -186,14 +186,7 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
         )
 
     order, preempt = by_rank(rank)
-    name = name_with(
-        "mlfq",
-        (levels, 4, "levels"),
-        (quantum, 16, "quantum"),
-        (ratio, 4, "ratio"),
-        (prompt_work, 0.0625, "prompt_work"),
-        (patience, 256, "patience"),
-    )
+    name = name_with(mlfq, levels, quantum, ratio, prompt_work, patience)
     return Policy(
         name,
         order,

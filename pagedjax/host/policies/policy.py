@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from inspect import signature
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pagedjax.host.types import PolicyEvent, Request, Row, Running, Seq
@@ -189,18 +190,22 @@ def decision(policy: Policy, function: str, *arguments: Any) -> bool:
     return true_or_false(f"{function} of the policy {policy.name!r}", result)
 
 
-def name_with(name: str, *parameters: tuple[Any, Any, str]) -> str:
+def name_with(policy: Callable[..., Policy], *values: Any) -> str:
     """The name of a shipped policy with its parameters, such as "vtc(output_weight=4.0)".
 
     Args:
-        parameters: (value, default, name) of each. Those that have their default are left out.
+        policy: the function that makes it.
+        values: of the function's parameters, in their order. Those that have their default are left
+            out.
     """
+    parameters = signature(policy).parameters.values()
     texts = [
-        f"{key}={value!r}"
-        for value, default, key in sorted(parameters, key=itemgetter(2))
-        if value != default
+        f"{parameter.name}={value!r}"
+        for parameter, value in zip(parameters, values, strict=True)
+        if value != parameter.default
     ]
-    return f"{name}({', '.join(texts)})" if texts else name
+    name = policy.__name__
+    return f"{name}({', '.join(sorted(texts))})" if texts else name
 
 
 def by_key(name: str, key: Callable[[Seq], float]) -> Policy:

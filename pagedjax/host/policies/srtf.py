@@ -146,12 +146,7 @@ def _policy(patience: int, margin: int, default: int | None) -> Policy:
         return make_way(first, running.seqs, partial(rank, memory), evictable)
 
     order, preempt = by_rank(rank)
-    name = name_with(
-        "srtf",
-        (patience, 256, "patience"),
-        (margin, 16, "margin"),
-        (default, None, "default"),
-    )
+    name = name_with(srtf, patience, margin, default)
     return Policy(
         name, order, preempt=preempt, init=Waits, observe=observe, evict=evict, show=shown
     )

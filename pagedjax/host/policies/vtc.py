@@ -153,12 +153,7 @@ def _policy(
                 del queues[user]
         return ordered
 
-    name = name_with(
-        "vtc",
-        (input_weight, 1.0, "input_weight"),
-        (output_weight, 2.0, "output_weight"),
-        (weights, (), "weights"),
-    )
+    name = name_with(vtc, input_weight, output_weight, weights)
     return Policy(name, order, init=Counters, observe=observe, show=shown)
 
 
