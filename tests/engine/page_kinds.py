@@ -184,7 +184,7 @@ def random_parameters(config: DecoderConfig) -> dict[str, Any]:
 
 PLAIN = {"enable_prefix_caching": False, "block_size": 16, "max_num_batched_tokens": 128}
 REFERENCE = PLAIN | {"attention_impl": "reference"}
-SLOW_RUN = ("swapped", "recomputed", "drafts", "a draft model")
+SLOW_RUN = ("swapped", "recomputed", "a draft model")
 
 
 class PageKind(NamedTuple):
@@ -218,11 +218,10 @@ KINDS = {
             "blocks of a token",
             "plain XLA",
             "all blocks kept",
-            "no lookahead",
             "a baseline",
             "three devices, heads of zeros",
         ),
-        exhaustive=(),
+        exhaustive=("drafts", "no lookahead"),  # of the other kinds
         refused={
             "a KV policy": (
                 {"kv_policy": {"name": "streaming", "sinks": 4, "window": 60}},
@@ -242,7 +241,13 @@ KINDS = {
     "latents": PageKind(
         with_latents,
         REFERENCE,
-        slow=(*SLOW_RUN, "plain XLA", "kernels of a TPU", "three devices, heads of zeros"),
+        slow=(
+            *SLOW_RUN,
+            "drafts",
+            "plain XLA",
+            "kernels of a TPU",
+            "three devices, heads of zeros",
+        ),
         exhaustive=("blocks of a token", "no lookahead", "a baseline"),
         refused={
             "equal bits": (
@@ -270,6 +275,7 @@ KINDS = {
         PLAIN,
         slow=(
             *SLOW_RUN,
+            "drafts",
             "blocks of a token",
             "all blocks kept",
             "no lookahead",

@@ -99,12 +99,10 @@ def drafts_of(results) -> tuple[int, int]:
 
 
 @pytest.mark.default_cases("head-k 7")
-# Each case compiles an engine: slow runs have each drafter, and each case once.
+# Each case compiles an engine: slow runs have each drafter, and those cases that differ in kind.
 @pytest.mark.slow_cases(
-    "itself-k 7",
     "itself-two buckets",
     "itself-few blocks, swapped",
-    "small-no prefix cache",
     "small-few blocks, computed again",
     "head-blocks of 16",
     "head-prompts and decodes in turn",
@@ -228,7 +226,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(
 # --- rejection sampling ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow_cases("itself", "head")
+@pytest.mark.slow_cases("head")
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
 def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(
     tiny, folders, plain, tmp_path, drafter

@@ -239,7 +239,7 @@ def check_company(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "number"),
-    [(("recomputed", "swapped"), 6), (tuple(ENGINES), 20)],
+    [(("recomputed", "swapped"), 6), (tuple(ENGINES), 12)],
     ids=["few blocks", "any engine"],
 )
 def test_company_changes_no_token(engines, tokens_alone, names, number):

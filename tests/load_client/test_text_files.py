@@ -140,7 +140,7 @@ def test_paragraphs_of_any_system_are_prompts():
 
 @drawn.given(
     100,
-    10_000,
+    4_000,
     st.lists(
         st.tuples(
             st.one_of(st.datetimes(timezones=st.none()).map(str), st.text(max_size=12)),

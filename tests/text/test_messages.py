@@ -79,7 +79,7 @@ def test_parts_of_other_apis_are_text_too():
     assert content_text("input.0", tuple(parts)) == "ab"
 
 
-@drawn.examples(60, 5_000)
+@drawn.examples(60, 2_000)
 def test_any_conversation_is_rendered_as_by_transformers(tiny, number):
     """transformers gets the text of each content; here the contents may be parts, or nothing."""
     transformers = pytest.importorskip("transformers")

@@ -134,7 +134,7 @@ def test_a_swept_key_is_a_text(form):
     ]
 
 
-@drawn.examples(100, 3_000)
+@drawn.examples(100, 1_500)
 def test_what_is_written_is_read_as_it_was(number):
     scalars = (
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6)

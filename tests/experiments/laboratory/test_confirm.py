@@ -100,7 +100,7 @@ def without_prompts(path: Path) -> Past:
     return past.read(path)
 
 
-@drawn.examples(4, 50)
+@drawn.examples(4, 25)
 def test_an_engine_does_what_was_predicted(tmp_path: Path, tiny, number: int):
     """With seeds, stop tokens, stops from outside, branches and prefixes; decisions, blocks,
     preemptions and tokens.

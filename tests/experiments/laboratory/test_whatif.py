@@ -126,7 +126,7 @@ def engine_of(tiny) -> Callable[[str, str], Engine]:
     return engine
 
 
-@drawn.examples(3, 50)
+@drawn.examples(3, 25)
 def test_a_changed_run_is_what_a_real_engine_does(
     tmp_path: Path, engine_of: Callable[[str, str], Engine], number: int
 ):

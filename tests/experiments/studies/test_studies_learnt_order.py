@@ -12,6 +12,8 @@ from experiments import reproduce
 from experiments.studies.findings import NoTraces
 from experiments.twin import learned
 
+pytestmark = pytest.mark.few_optimisations
+
 study = importlib.import_module("experiments.studies.029_learnt_order.study")
 
 NET = learned.Network(
