@@ -68,7 +68,6 @@ FETCH = MOONCAKE
 MODELS = ("lfm2-1.2b", "qwen3.5-0.8b", "qwen3-next-80b-a3b", "granite-4-h-small")
 BLOCK_SIZE = 64
 CHUNK = 2048  # tokens of a step
-REQUESTS = 4000  # the first of the trace: a third of its hour, 49 million prompt tokens
 SIZES = (1_000_000, 3_000_000, 10_000_000)  # tokens of keys and values
 # of models with attention alone, from which others are predicted
 GRID = (
@@ -360,7 +359,7 @@ class Results(NamedTuple):
 
 
 def run(folder: Path, quick: bool, traces: Path) -> Findings:
-    items = recorded(traces, 300 if quick else REQUESTS)
+    items = recorded(traces, 300 if quick else None)
     texts = texts_of(items)
     sizes = {name: sizes_of(name) for name in MODELS}
     results = Results(
@@ -510,7 +509,7 @@ def answer(results: Results) -> list[str]:
         *preemption_sentences(results),
         measured_sentence(results),
         "What this does not know: requests come one after the other in the first part, so rows that "
-        f"run take nothing of the cache; times are those of a roofline; the first {REQUESTS:,} requests of one trace.",
+        "run take nothing of the cache; times are those of a roofline; one trace of an hour.",
     ]
     return sentences
 
