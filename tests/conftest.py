@@ -41,7 +41,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByFile:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByFile | None:
+    if config.getvalue("dist") != "loadfile":  # somebody asks for another distribution
+        return None
     return workers.ByFile(config, log)
 
 
