@@ -13,7 +13,14 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 CLUSTERS = "tests/server/replicas"
-FIRST = (CLUSTERS, "tests/docs", "tests/experiments", "tests/processes")
+# The embedded model takes 700 MiB, which a process has at its beginning rather than at its end.
+FIRST = (
+    CLUSTERS,
+    "tests/engine/test_goldens_engine.py",
+    "tests/docs",
+    "tests/experiments",
+    "tests/processes",
+)
 
 
 class ByFile(LoadFileScheduling):

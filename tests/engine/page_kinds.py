@@ -221,7 +221,7 @@ KINDS = {
             "a baseline",
             "three devices, heads of zeros",
         ),
-        exhaustive=("drafts", "no lookahead"),  # of the other kinds
+        exhaustive=("drafts", "no lookahead"),  # other kinds have them
         refused={
             "a KV policy": (
                 {"kv_policy": {"name": "streaming", "sinks": 4, "window": 60}},

@@ -17,7 +17,6 @@ from pagedjax.engine.compilations import compilations
 from pagedjax.engine.processes.engines import FollowerEngine, LeaderEngine
 from pagedjax.host import replay
 from pagedjax.weights.trained import whole
-from tests import garbage
 from tests.engine.runs import greedy, small_llm, token_ids
 from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
@@ -44,12 +43,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "lookahead and swap": {"lookahead": 2, "preemption": "swap", "swap_space_gib": 0.01},
     "lazy": {"compilation": "lazy"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _objects_of_earlier_tests_set_aside() -> None:
-    """`live` collects garbage, and would look through what all earlier tests left."""
-    garbage.set_aside()
 
 
 def make(folder, model: Any = None, **config: Any) -> LLM:

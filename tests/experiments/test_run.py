@@ -16,18 +16,9 @@ from experiments import run
 from experiments.core import config, overrides, store
 from pagedjax.host import replay
 from pagedjax.options.config import NONE_STAYS
-from tests import garbage
 from tests.experiments.core.summaries import MEASURED
 from tests.experiments.training.child import killed
 from tests.weights.tiny import tiny_llama
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _objects_of_earlier_tests_set_aside() -> None:
-    """Each measured run begins with a collection of garbage, which would look through what all
-    earlier tests left.
-    """
-    garbage.set_aside()
 
 
 @pytest.fixture(scope="session")

@@ -119,10 +119,9 @@ def test_convert_writes_the_floats_that_a_layout_means(folders, tmp_path):
 
 # --- models ---------------------------------------------------------------------------------------
 
+QUICK = ("gptq, act-order", "cpu")  # test_gguf_blocks.py has one with inputs in their order
 IMPLS = [
-    pytest.param(name, impl, marks=() if (name, impl) in QUICK else pytest.mark.slow)
-    # test_gguf_blocks.py has a quick one with inputs in their order
-    for QUICK in [{("gptq, act-order", "cpu")}]
+    pytest.param(name, impl, marks=() if (name, impl) == QUICK else pytest.mark.slow)
     for name in LAYOUTS
     for impl in ("cpu", "xla")
 ]
