@@ -8,7 +8,8 @@ it compiles the attention of a layer: the write of new keys and values, decodes,
 and of up to 8 query tokens, and chunks; over latents, tiles for short rows only where they fit.
 For each of these kernels it prints the VMEM and the number of bundles (very long instruction
 words). It also prints how many bundles a row of `LONG_CONTEXT` context tokens executes, as a
-multiple of a decode's number. Products with stored weights are compiled too. Beside the compiler's
+multiple of a decode's number. Products with stored weights and recurrent states are compiled too.
+Beside the compiler's
 report it prints an estimate: a roofline of the chip's published numbers for `ROWS` rows of
 `CONTEXT` tokens and a prompt of `PROMPT` tokens. That is a bound and not a measurement.
 """
@@ -29,8 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pallas_kernels import aot_linear, bundles
+from pallas_kernels import aot_linear, aot_states, bundles
 from pallas_kernels.aot_linear import Product
+from pallas_kernels.aot_states import States
 from pallas_kernels.tiles import TpuTiles
 from pallas_kernels.timing import Shape
 
@@ -372,6 +374,30 @@ def estimate_of_product(product: Product, tiles: TpuTiles) -> Estimate:
     return Estimate(nbytes, product.flops, seconds)
 
 
+def compile_states(
+    case: States, target: str, tiles: TpuTiles, dump: Path
+) -> tuple[dict[str, Kernel], float]:
+    """As `compile_case`, of a layer's states."""
+    import jax
+
+    function, arguments = case.function_and_shapes(tiles)
+    started = time.perf_counter()
+    lower(jax.jit(function, donate_argnums=0), arguments, target).compile()
+    seconds = time.perf_counter() - started
+    return {name: read_dump(dump, name, operation="states") for name in aot_states.KERNELS}, seconds
+
+
+def estimates_of_states(case: States, tiles: TpuTiles) -> dict[str, Estimate]:
+    """Returns a roofline of each kernel, for `ROWS` rows and for a prompt of `PROMPT` tokens."""
+    estimates = {}
+    for kernel, tokens in zip(aot_states.KERNELS, (ROWS, PROMPT), strict=True):
+        nbytes = case.traffic(kernel, tokens)
+        flops = case.flops(tokens)
+        seconds = max(nbytes / tiles.bandwidth, flops / tiles.flops)
+        estimates[kernel] = Estimate(nbytes, flops, seconds)
+    return estimates
+
+
 def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
     """Returns a roofline of each kernel.
 
@@ -455,13 +481,15 @@ def failure_text(error: Exception) -> str:
 
 
 def report(
-    case: Case | Product, target: str, tiles: TpuTiles, dump: Path
+    case: Case | Product | States, target: str, tiles: TpuTiles, dump: Path
 ) -> Iterator[dict[str, Any]]:
     """Compiles a case. Yields a record for each kernel, or one with an error."""
     line: dict[str, Any] = {"target": target, **dataclasses.asdict(case)}
     try:
         if isinstance(case, Product):
             kernels, seconds = compile_product(case, target, dump)
+        elif isinstance(case, States):
+            kernels, seconds = compile_states(case, target, tiles, dump)
         else:
             kernels, seconds = compile_case(case, target, tiles, dump)
     except Exception as error:
@@ -472,6 +500,8 @@ def report(
             shutil.rmtree(file) if file.is_dir() else file.unlink()
     if isinstance(case, Product):
         rooflines = {case.kernel: estimate_of_product(case, tiles)}
+    elif isinstance(case, States):
+        rooflines = estimates_of_states(case, tiles)
     else:
         rooflines = estimates(case, tiles)
     for name, kernel in kernels.items():
@@ -483,16 +513,17 @@ def report(
         }
 
 
-def table(case: Case | Product, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
+def table(case: Case | Product | States, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
     """Formats the records of a case as text."""
     if "error" in records[0]:
         return f"{case}\n  FAILED: {records[0]['error']}"
     decode = next((record for record in records if record["kernel"] == "decode"), None)
+    limit = aot_states.limit(tiles) if isinstance(case, States) else tiles.vmem_limit
     lines = [f"{case}: compiled in {records[0]['seconds']:.1f} s"]
     for record in records:
         facts = (
             f"{record['bundles']:5} bundles, {record['vmem'] / 2**20:5.2f} "
-            f"of {tiles.vmem_limit / 2**20:.0f} MiB VMEM"
+            f"of {limit / 2**20:.0f} MiB VMEM"
         )
         if record["row"] and decode and decode["row"]:
             facts += f", a row executes {record['row']:6} ({record['row'] / decode['row']:.2f})"
@@ -512,17 +543,19 @@ def run(target: str, *, as_json: bool, only_quick: bool, stages: int | None) -> 
         prepare(Path(folder))
         programs = list(cases())
         products = list(aot_linear.tpu_products())
+        states = [case for case in aot_states.cases() if case.fits(tiles)]
         if only_quick:
             programs = quick(programs)
             products = aot_linear.quick(products)
-        for case in (*programs, *products):
+            states = aot_states.quick(states)
+        for case in (*programs, *products, *states):
             records = list(report(case, target, tiles, Path(folder)))
             failures += "error" in records[0]
             text = "\n".join(map(json.dumps, records)) if as_json else table(case, records, tiles)
             print(text, flush=True)
     if not as_json:
         print(
-            f"{len(programs)} programs of up to {len(KERNELS)} kernels and {len(products)} "
-            f"products for {target}, {failures} failed"
+            f"{len(programs)} programs of up to {len(KERNELS)} kernels, {len(products)} products "
+            f"and {len(states)} of states for {target}, {failures} failed"
         )
     return 1 if failures else 0

@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "pallas_kernels.paged_attention",
         "pallas_kernels.kv_write",
         "pallas_kernels.linear",
+        "pallas_kernels.states",
         "pallas_kernels.shared.page_bits",
         "pallas_kernels.shared.cpu.handler",
     ),

@@ -1,5 +1,5 @@
-"""Binds a model's attention to one implementation. `attention.py` and `linear.py` alone import
-pallas_kernels.
+"""Binds a model's attention to one implementation. `attention.py`, `linear.py` and `states.py` alone
+import pallas_kernels.
 
 An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own
 is "folder/file.py:NAME" or "module:NAME".
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pagedjax.device import states as device_states
 from pagedjax.device.batch import Batch
 from pagedjax.options.own_errors import placed
 from pagedjax.options.own_values import named_value
@@ -186,10 +187,10 @@ def prepare(name: Any, *, dtype: str, query_dtype: str, invariant: bool) -> None
 
 def is_built_in(attend: Bound) -> bool:
     """Returns whether `attend` is a built-in implementation, in one of its forms, as it was
-    shipped.
+    shipped, and so is what computes states.
     """
     impl = BUILT_IN.get(attend.impl.name)
-    if impl is None:
+    if impl is None or not device_states.is_built_in(attend.states):
         return False
     forms = [
         form for form in (impl.attend, impl.invariant, impl.without_drafts) if form is not None
@@ -208,22 +209,34 @@ def register_kernels(program: bytes) -> None:
 
 @dataclass(frozen=True)
 class Bound:
-    """`paged_attention` with its implementation and scale: an `Attend`."""
+    """`paged_attention` with its implementation and scale: an `Attend`.
+
+    states: the kernel for the states of layers without attention; None: plain JAX.
+    """
 
     impl: Implementation
     scale: float
+    states: device_states.Implementation | None = None
 
     def __call__(self, *arrays: jax.Array, **options: Any) -> jax.Array:
         with placed(f"attend of the attention {self.impl.name!r}"):
             return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
 
 
-def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = True) -> Attend:
+def attend(
+    impl: str,
+    scale: float,
+    *,
+    invariant: bool = False,
+    drafts: bool = True,
+    states: str = device_states.DEFAULT,
+) -> Attend:
     """Returns `paged_attention` with its implementation and scale.
 
     Args:
         invariant: take its batch-invariant form.
         drafts: whether rows may have drafts to verify.
+        states: the name of what computes the states of layers without attention.
 
     Raises:
         ValueError: an unknown name, or there is no such form.
@@ -231,12 +244,18 @@ def attend(impl: str, scale: float, *, invariant: bool = False, drafts: bool = T
     implementation = find(impl)
     if not drafts and implementation.without_drafts:
         implementation = implementation._replace(attend=implementation.without_drafts)
+    kernel = device_states.find(states)
     if not invariant:
-        return Bound(implementation, scale)
+        return Bound(implementation, scale, kernel)
     if implementation.invariant is None:
         raise ValueError(f"attention_impl {impl!r} has no batch-invariant form")
     form = implementation._replace(attend=implementation.invariant, decodes_alone=False)
-    return Bound(form, scale)
+    return Bound(form, scale, kernel)
+
+
+def states_of(attend: Attend) -> device_states.Implementation | None:
+    """Returns the kernel for states that goes with an attention; None: plain JAX."""
+    return attend.states if isinstance(attend, Bound) else None
 
 
 def probabilities(

@@ -87,6 +87,7 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
     facts["kv_policy"] = runtime.scheduler_config.views
     if any(kind.mixer for kind in model.kinds):  # memory of one device's heads
         facts["heads of pages"] = runtime.model.part.kv_heads
+        facts["state_impl"] = config.state_impl  # which has an order of its own in pages
     facts["selection"] = runtime.shapes.selection
     pages, structure = jax.tree.flatten(runtime.cache_shapes)
     facts["pages"] = [f"{page.dtype}{list(page.shape[1:])}" for page in pages]
@@ -97,7 +98,7 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
 
 # Facts that decide on the content of blocks and not on tokens, or that change with each copy of the
 # weights.
-_OF_BLOCKS = ("block_size", "pages", "kinds of pages", "params_version")
+_OF_BLOCKS = ("block_size", "pages", "kinds of pages", "state_impl", "params_version")
 
 
 def identity(runtime: Runtime, state: EngineState) -> str:

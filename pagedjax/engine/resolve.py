@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pagedjax.device import attention, linear, memory
+from pagedjax.device import attention, cache, linear, memory, states
 from pagedjax.device.batch import Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.models.mixers.decayed_state import StateMixer
 from pagedjax.engine.geometry import (
     check_layers,
     devices_of,
@@ -59,7 +61,8 @@ def resolve(
     kv_dtype = config.kv_cache_dtype or dtype
     config_with_length = dataclasses.replace(config, max_model_len=length)
     impl = _attention_impl(config, model, draft, kv_dtype, length)
-    block_bytes = geometry(config_with_length, model, kv_dtype, impl, draft).block_bytes
+    blocks = geometry(config_with_length, model, kv_dtype, impl, draft)
+    block_bytes = blocks.block_bytes
     num_blocks = config.num_blocks
     if num_blocks is None:
         most_used_blocks = config.max_num_seqs * table_width(config, length)
@@ -78,6 +81,7 @@ def resolve(
         "num_blocks": num_blocks,
         "attention_impl": impl,
         "linear_impl": model.config.linear,
+        "state_impl": _state_impl(config, model, blocks.block, buckets[-1]),
         "token_buckets": buckets,
         "max_tap_bytes": config.max_tap_bytes or MAX_TAP_BYTES,
         "mesh": None,
@@ -185,6 +189,32 @@ def _attention_impl(
         if config.attention_impl is None:
             return attention.choose("xla", device, **needs)
         raise ValueError(f"the draft model: {error}") from None
+
+
+def _state_impl(config: EngineConfig, model: Model, block: Mapping[str, Any], tokens: int) -> str:
+    """What computes the states of the model's layers.
+
+    Args:
+        block: the shape of a block, as the arguments of `cache.init`.
+        tokens: of the largest step.
+
+    Raises:
+        ValueError: it cannot serve them.
+    """
+    if config.state_impl is None:
+        return states.DEFAULT
+    mixers = [kind.mixer for kind in model.part.kinds if isinstance(kind.mixer, StateMixer)]
+    return states.choose(
+        config.state_impl,
+        devices_of(model)[0],
+        shapes=list(dict.fromkeys([mixer.shape for mixer in mixers])),
+        length=max([mixer.length for mixer in mixers], default=1),
+        inputs=model.dtype,
+        page=next(filter(None, cache.shapes(blocks=0, **block).k), None),
+        block_size=config.block_size,
+        rows=config.max_num_seqs,
+        tokens=tokens,
+    )
 
 
 def _check_invariant(config: DecoderConfig) -> None:

@@ -350,6 +350,8 @@ def _print_choices(model: Model, config: Resolved, report: memory.MemoryReport) 
     placement = f"{model.placement}\n" if model.placement else ""
     attention_name = getattr(config.attention_impl, "name", config.attention_impl)
     impls = f"attention {attention_name!r}, products {config.linear_impl!r}"
+    if any(kind.mixer for kind in model.config.kinds):
+        impls += f", states {config.state_impl!r}"
     tqdm.write(f"{placement}{impls}\n{report}", file=sys.stderr)
 
 
@@ -408,7 +410,11 @@ def _compiler(
     model = spec.model
     config = spec.config
     sizes = spec.sizes
-    kinds = {"invariant": config.batch_invariant, "drafts": config.speculative is not None}
+    kinds = {
+        "invariant": config.batch_invariant,
+        "drafts": config.speculative is not None,
+        "states": config.state_impl,
+    }
     attend = attention.attend(config.attention_impl, model.config.attn_scale, **kinds)
     bound = _bound_draft_model(spec.draft_model, config.attention_impl, sizes.draft_layout)
     tile = device_tile()

@@ -66,6 +66,7 @@ DraftMethod = Literal["ngram", "suffix", "draft", "eagle"]
 AcceptanceRule = Literal["strict", "rejection"]
 AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
 LinearImpl = Literal["reference", "xla", "cpu", "cpu_int8", "pallas_gpu", "pallas_tpu"]
+StateImpl = Literal["xla", "pallas_tpu"]
 
 Config = TypeVar("Config")
 
@@ -380,6 +381,8 @@ class EngineConfig:
         once. A user's own one is named in the same way, or is an `Implementation`.
     linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored;
         None chooses by platform, once. A user's own one is named in the same way.
+    state_impl: what computes the recurrent states of layers without attention
+        (docs/design/state-layers.md); None is "xla" everywhere.
     model_family: what reads the model, if no built-in family does: "module:NAME" or
         "folder/file.py:NAME" of a `pagedjax.models.Family` (docs/design/models.md). It may replace
         a built-in family. None: a built-in family.
@@ -453,6 +456,7 @@ class EngineConfig:
     policy: str | Mapping[str, Any] | NamedValue = "fcfs"
     attention_impl: str | Mapping[str, Any] | NamedValue | None = None
     linear_impl: str | Mapping[str, Any] | None = None
+    state_impl: StateImpl | None = None
     model_family: str | Mapping[str, Any] | None = None
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
@@ -598,6 +602,7 @@ class Resolved(EngineConfig):
     kv_cache_dtype: CacheDType = "float32"
     attention_impl: str = "xla"
     linear_impl: str = "xla"
+    state_impl: StateImpl = "xla"
     token_buckets: tuple[int, ...] = ()
     max_tap_bytes: int = MAX_TAP_BYTES
 

@@ -47,9 +47,12 @@ class World(NamedTuple):
     tables: np.ndarray  # [pages of the layer, sequences, blocks]
 
 
-def world(kept: Kept, block_size: int, dtype: str = "float32") -> World:
+def small_blocks(block_size: int, dtype: str = "float32") -> BlockSizes:
+    return BlockSizes(block_size, kv_heads=2, head_dim=4, dtype=dtype, row=4)
+
+
+def world(kept: Kept, sizes: BlockSizes) -> World:
     """Pages that have old numbers."""
-    sizes = BlockSizes(block_size, kv_heads=2, head_dim=4, dtype=dtype, row=4)
     pages = pages_needed(kept, sizes)
     rng = np.random.default_rng(0)
     count = pages * len(LENGTHS) * WIDTH
@@ -59,9 +62,10 @@ def world(kept: Kept, block_size: int, dtype: str = "float32") -> World:
         """Numbers of an earlier owner, some of them not finite."""
         numbers = rng.standard_normal((count + 1, *shape.shape)).astype(np.float32)
         numbers[rng.random(numbers.shape) < 0.1] = np.nan
-        if dtype == "float32":
+        if sizes.dtype == "float32":
             return jnp.asarray(numbers)
-        return jax.lax.bitcast_convert_type(jnp.asarray(numbers, jnp.bfloat16), jnp.uint16)
+        floats = jnp.asarray(numbers, jnp.bfloat16)
+        return jax.lax.bitcast_convert_type(floats, jnp.dtype(sizes.dtype))
 
     arrays = Pages({name: old_numbers(shape) for name, shape in kv_pages(sizes).items()})
     return World(KeptPages(kept, sizes, arrays, LayerTables((), ())), tables.astype(np.int32))
@@ -121,7 +125,7 @@ def test_a_convolution_has_its_inputs_in_the_pages(dtype, chunks, block_size):
     floats = "bfloat16" if dtype == "uint16" else "float32"
     rng = np.random.default_rng(1)
     kept = Kept({CONV_INPUT: jax.ShapeDtypeStruct((21,), jnp.dtype(floats))})
-    pages = world(kept, block_size, dtype)
+    pages = world(kept, small_blocks(block_size, dtype))
     inputs = [
         np.asarray(jnp.asarray(rng.standard_normal((n, 21)), floats), np.float32) for n in LENGTHS
     ]
@@ -154,25 +158,29 @@ def test_a_convolution_has_its_inputs_in_the_pages(dtype, chunks, block_size):
 # states -------------------------------------------------------------------------------------------
 
 
-def drawn_inputs(rng: np.random.Generator, length: int, *, delta: bool) -> Inputs:
+def drawn_inputs(
+    rng: np.random.Generator, length: int, *, delta: bool, sizes: StateSizes = SIZES
+) -> Inputs:
     def numbers(*shape: int) -> np.ndarray:
         return rng.standard_normal((length, *shape)).astype(np.float32)
 
-    key = numbers(SIZES.key_heads, SIZES.key_dim)
+    key = numbers(sizes.key_heads, sizes.key_dim)
     inputs = Inputs(
-        query=numbers(SIZES.key_heads, SIZES.key_dim),  # type: ignore[arg-type]  # numpy arrays
+        query=numbers(sizes.key_heads, sizes.key_dim),  # type: ignore[arg-type]  # numpy arrays
         key=key / np.linalg.norm(key, axis=-1, keepdims=True),  # type: ignore[arg-type]
-        value=numbers(SIZES.heads, SIZES.value_dim),  # type: ignore[arg-type]
-        decay=-np.exp(numbers(SIZES.heads)),  # type: ignore[arg-type]
-        rate=1 / (1 + np.exp(-numbers(SIZES.heads))) if delta else None,  # type: ignore[arg-type]
+        value=numbers(sizes.heads, sizes.value_dim),  # type: ignore[arg-type]
+        decay=-np.exp(numbers(sizes.heads)),  # type: ignore[arg-type]
+        rate=1 / (1 + np.exp(-numbers(sizes.heads))) if delta else None,  # type: ignore[arg-type]
     )
     return inputs
 
 
 def recurrence(inputs: Inputs) -> np.ndarray:
     """[n, N, D] the outputs by definition, token by token in float64."""
-    state = np.zeros((SIZES.heads, SIZES.key_dim, SIZES.value_dim))
-    group = SIZES.heads // SIZES.key_heads
+    _, heads, value_dim = inputs.value.shape
+    _, key_heads, key_dim = inputs.key.shape
+    state = np.zeros((heads, key_dim, value_dim))
+    group = heads // key_heads
     outputs = []
     for t in range(len(inputs.key)):
         key, query = (x[t].astype(np.float64).repeat(group, 0) for x in (inputs.key, inputs.query))
@@ -198,7 +206,7 @@ def recurrence(inputs: Inputs) -> np.ndarray:
 @given(chunks=CHUNKS, block_size=st.sampled_from([1, 4, 16]))
 def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, chunks, block_size):
     rng = np.random.default_rng(2)
-    pages = world(SIZES.kept(INPUT), block_size, dtype)
+    pages = world(SIZES.kept(INPUT), small_blocks(block_size, dtype))
     inputs = [drawn_inputs(rng, length, delta=delta) for length in LENGTHS]
     expected = [recurrence(of_sequence) for of_sequence in inputs]
 

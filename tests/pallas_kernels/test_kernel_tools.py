@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot, aot_linear, aot_tpu, bundles, timing, tune
+from pallas_kernels import aot, aot_linear, aot_states, aot_tpu, bundles, timing, tune
 from pallas_kernels.linear import pallas_tpu as linear_tpu
 from pallas_kernels.linear.pallas_gpu.layout import SMALLEST
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 from pallas_kernels.shared.device import device_kind
+from pallas_kernels.states.pallas_tpu import implementation as states_tpu
 from pallas_kernels.tiles import TPUS, Tiles, TpuTiles
 from tests.refusals import refused
 
@@ -304,6 +305,24 @@ def test_every_supported_tpu_shape_is_compiled():
     assert max(case.group for case in latents) == pallas_tpu.MAX_LATENT_HEADS
     assert {case.group for case in aot_tpu.quick(latents)} == {16, 128}
     assert set(aot_tpu.TOPOLOGIES) == set(TPUS)
+
+
+def test_every_kind_of_states_is_compiled():
+    cases = list(aot_states.cases())
+    assert len(set(cases)) == len(cases)
+    assert {case.dtype for case in cases} == set(states_tpu.DTYPES)
+    kinds = {(case.value_dim, case.delta) for case in cases}
+    assert kinds == {(d, delta) for d in states_tpu.VALUE_DIMS for delta in (True, False)}
+    for case in cases:
+        page = case.page, case.dtype, case.block_size
+        assert states_tpu.shape_obstacle(case.shape, *page) == ""
+        assert case.fits(TpuTiles.read("v5e"))
+    assert {case.delta for case in aot_states.quick(cases)} == {True, False}
+    # a decode reads the state, of 1 MiB, and a prompt writes it once a block of 16 tokens
+    qwen = cases[0]
+    estimates = aot_tpu.estimates_of_states(qwen, TpuTiles.read("v5e"))
+    assert 1 < estimates["decode"].nbytes / (aot_tpu.ROWS * 2**20) < 2
+    assert estimates["chunks"].nbytes > aot_tpu.PROMPT / 16 * 2**20
 
 
 def test_bundles_and_memory_are_read_from_the_dump_of_libtpu(tmp_path):

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pagedjax.device import states
 from pagedjax.device.batch import Batch
 from pagedjax.device.models.mixers.mixer import (
     CONV_INPUT,
@@ -39,6 +40,7 @@ from pagedjax.device.models.mixers.mixer import (
     Mixer,
     MixerCost,
     row_of_tokens,
+    spans_of,
 )
 
 RECENT = "recent"  # key, update and decay of a token
@@ -83,6 +85,11 @@ class StateMixer(Mixer):
     @property
     def sizes(self) -> StateSizes:
         return StateSizes(self.heads, self.key_heads, self.key_dim, self.value_dim)
+
+    @property
+    def shape(self) -> states.StateShape:
+        """The states, as a kernel computes them."""
+        return states.StateShape(*self.sizes, delta=self.readers > 1)
 
     @property
     def keys(self) -> int:
@@ -160,12 +167,39 @@ class Recent(NamedTuple):
 
 
 def run(
-    kept: KeptNumbers, sizes: StateSizes, inputs: Inputs, batch: Batch
+    kept: KeptNumbers,
+    sizes: StateSizes,
+    inputs: Inputs,
+    batch: Batch,
+    kernel: states.Implementation | None = None,
 ) -> tuple[KeptNumbers, jax.Array]:
-    """Computes the tokens of a batch -> (what is kept, outputs [T, N, D])."""
+    """Computes the tokens of a batch -> (what is kept, outputs [T, N, D]).
+
+    kernel: computes steps with a cache, in whose order states and tokens are kept; None: here.
+    """
     if isinstance(kept, KeptSequences):  # no later step reads their states
         return kept, _whole_sequences(sizes, inputs, kept.sizes.block_size)
+    if kernel is not None:
+        return _run_kernel(kernel, kept, sizes, inputs, batch)
     return _run_step(kept, sizes, inputs, batch)
+
+
+def _run_kernel(
+    kernel: states.Implementation,
+    kept: KeptPages,
+    sizes: StateSizes,
+    inputs: Inputs,
+    batch: Batch,
+) -> tuple[KeptPages, jax.Array]:
+    """`run` of a step with a cache, by a kernel that reads and writes the pages."""
+    arrays, outputs = kernel.run(
+        kept.memory(RECENT, STATE),
+        states.Inputs(*inputs),
+        spans_of(batch),
+        shape=states.StateShape(*sizes, delta=inputs.rate is not None),
+        decodes_alone=batch.cu_q_lens is None,
+    )
+    return kept.with_memory(arrays), outputs
 
 
 def _run_step(
@@ -180,7 +214,7 @@ def _run_step(
     Rows of one token are computed together. The blocks of longer rows follow one at a time, because
     each state follows from the one before.
     """
-    spans = Spans.of(batch)
+    spans = spans_of(batch)
     size = kept.sizes.block_size
     rows = jnp.arange(len(spans.counts), dtype=jnp.int32)
     first_blocks = spans.positions // size
@@ -198,14 +232,13 @@ def _run_step(
         ),
     )
     progress = _decodes(progress, sizes, inputs, spans, known, size)
-    entered = Entered(rows, first_blocks, enters & (spans.counts == 1), known.state)
-    kept_states = [entered]
+    kept_states = [Entered(rows, first_blocks, enters & (spans.counts == 1), known.state)]
     if batch.cu_q_lens is not None:
         progress, of_chunks = _chunks(progress, sizes, inputs, spans, known, size)
         kept_states.append(of_chunks)
     kept = kept.with_tokens(RECENT, _joined(progress.recent))
-    for states in kept_states:
-        kept = _with_states(kept, states)
+    for entered in kept_states:
+        kept = _with_states(kept, entered)
     return kept, progress.outputs
 
 
@@ -225,20 +258,6 @@ def read(kept: KeptNumbers, sizes: StateSizes, query: jax.Array, batch: Batch) -
     # what is behind the query may be of an earlier owner, and 0 times NaN is NaN
     recent = recent.where(jnp.arange(size) <= offsets, jax.tree.map(jnp.zeros_like, recent))
     return _read(state, recent, query[:, None], offsets, sizes)[:, 0]
-
-
-class Spans(NamedTuple):
-    """Which tokens of a step a row has, and their positions."""
-
-    starts: jax.Array  # [B] among the step's tokens
-    counts: jax.Array  # [B]
-    positions: jax.Array  # [B] of the first one; 0 in padding
-
-    @classmethod
-    def of(cls, batch: Batch) -> Spans:
-        starts = batch.row_cu_q_lens[:-1]
-        counts = batch.row_cu_q_lens[1:] - starts
-        return cls(starts, counts, batch.seq_lens - counts)
 
 
 class Block(NamedTuple):
@@ -265,7 +284,7 @@ class Entered(NamedTuple):
 
 
 def _at_first_tokens(
-    known: Block, sizes: StateSizes, spans: Spans, enters: jax.Array, size: int
+    known: Block, sizes: StateSizes, spans: states.Spans, enters: jax.Array, size: int
 ) -> Block:
     """The block [B, ...] of each row's first token, without that token and what follows.
 
@@ -296,7 +315,12 @@ def _state_after(block: Block, sizes: StateSizes) -> jax.Array:
 
 
 def _decodes(
-    progress: Progress, sizes: StateSizes, inputs: Inputs, spans: Spans, known: Block, size: int
+    progress: Progress,
+    sizes: StateSizes,
+    inputs: Inputs,
+    spans: states.Spans,
+    known: Block,
+    size: int,
 ) -> Progress:
     """Computes the rows of one token."""
     num_tokens = len(progress.outputs)
@@ -335,7 +359,12 @@ class Chunk(NamedTuple):
 
 
 def _chunks(
-    progress: Progress, sizes: StateSizes, inputs: Inputs, spans: Spans, known: Block, size: int
+    progress: Progress,
+    sizes: StateSizes,
+    inputs: Inputs,
+    spans: states.Spans,
+    known: Block,
+    size: int,
 ) -> tuple[Progress, Entered]:
     """Computes the rows of several tokens, block after block."""
     num_tokens = len(progress.outputs)

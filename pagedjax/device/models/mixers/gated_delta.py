@@ -17,13 +17,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagedjax.device.attention import Attend
+from pagedjax.device.attention import Attend, states_of
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear
 from pagedjax.device.models.mixers import decayed_state
 from pagedjax.device.models.mixers.decayed_state import Inputs, StateMixer
-from pagedjax.device.models.mixers.mixer import CONV_INPUT, KeptNumbers, MixerLayer, convolution
+from pagedjax.device.models.mixers.mixer import (
+    CONV_INPUT,
+    KeptNumbers,
+    MixerLayer,
+    StepInputs,
+    convolution,
+    with_inputs,
+)
 from pagedjax.device.row_reductions import row_means
 
 EPS = 1e-6  # of the lengths of queries and keys
@@ -56,31 +63,36 @@ class GatedDeltaLayer(MixerLayer):
         self.norm = nnx.Param(jnp.zeros((mixer.value_dim,), dtype))
 
     def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
-        kept, y, gate = self._run(x, arrays, batch, norm)
+        kept, y, gate = self._run(x, arrays, batch, attend, norm)
         return self._output(y, gate, batch, residual), kept.arrays
 
     def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the tokens of x."""
-        return self._run(x, arrays, batch, norm)[0].arrays
+        return self._run(x, arrays, batch, attend, norm)[0].arrays
 
     def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens that are in the pages."""
         m = self.mixer
         kept = self.pages(arrays, batch)
+        assert states_of(attend) is None, "a decoder computes layers with states once"
         rows = m.channels, m.channels + m.values
         gate = self.inner(x, norm=norm, rows=rows, sizes=batch.used_tokens)
         query, _, _ = self._convolved(kept, batch)
         y = decayed_state.read(kept, m.sizes, query, batch)
         return self._output(y, gate, batch, residual)
 
-    def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptNumbers, jax.Array, jax.Array]:
+    def _run(
+        self, x, arrays, batch: Batch, attend: Attend, norm
+    ) -> tuple[KeptNumbers, jax.Array, jax.Array]:
         """(pages, outputs of the state [T, N, D], z [T, N D])."""
         m = self.mixer
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
         product = self.inner(x, norm=norm, sizes=batch.used_tokens)
         inputs, gate, rate, decay = jnp.split(product, ends, axis=1)
-        kept = self.pages(arrays, batch).with_tokens(CONV_INPUT, inputs)
-        query, key, value = self._convolved(kept, batch)
+        kernel = states_of(attend)
+        pages = self.pages(arrays, batch)
+        kept, of_step = with_inputs(pages, CONV_INPUT, inputs, batch, m.length, kernel)
+        query, key, value = self._convolved(kept, batch, of_step)
         speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
         bias = self.decay_bias[...].astype(jnp.float32)
         of_tokens = Inputs(
@@ -90,13 +102,15 @@ class GatedDeltaLayer(MixerLayer):
             decay=speed * jax.nn.softplus(decay.astype(jnp.float32) + bias),
             rate=jax.nn.sigmoid(rate.astype(jnp.float32)),
         )
-        kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch)
+        kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch, kernel)
         return kept, y, gate
 
-    def _convolved(self, kept: KeptNumbers, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _convolved(
+        self, kept: KeptNumbers, batch: Batch, of_step: StepInputs | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries and keys [T, K, E], and values [T, N, D]."""
         m = self.mixer
-        y = jax.nn.silu(convolution(kept, CONV_INPUT, batch, self.conv[:, 0], None))
+        y = jax.nn.silu(convolution(kept, CONV_INPUT, batch, self.conv[:, 0], None, of_step))
         y = y.astype(self.dtype).astype(jnp.float32)  # rounded as the model was trained
         query, key, value = jnp.split(y, [m.keys, 2 * m.keys], axis=1)
         query = _unit(query.reshape(-1, m.key_heads, m.key_dim)) * m.key_dim**-0.5

@@ -17,13 +17,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagedjax.device.attention import Attend
+from pagedjax.device.attention import Attend, states_of
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
 from pagedjax.device.layers import Linear, values
 from pagedjax.device.models.mixers import decayed_state
 from pagedjax.device.models.mixers.decayed_state import Inputs, StateMixer
-from pagedjax.device.models.mixers.mixer import CONV_INPUT, KeptNumbers, MixerLayer, convolution
+from pagedjax.device.models.mixers.mixer import (
+    CONV_INPUT,
+    KeptNumbers,
+    MixerLayer,
+    StepInputs,
+    convolution,
+    with_inputs,
+)
 from pagedjax.device.row_reductions import row_means
 
 
@@ -67,41 +74,48 @@ class Mamba2Layer(MixerLayer):
         self.norm = nnx.Param(jnp.zeros((mixer.values,), dtype))
 
     def __call__(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
-        kept, y, gate = self._run(x, arrays, batch, norm)
+        kept, y, gate = self._run(x, arrays, batch, attend, norm)
         return self._output(y, gate, batch, residual), kept.arrays
 
     def write(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the tokens of x."""
-        return self._run(x, arrays, batch, norm)[0].arrays
+        return self._run(x, arrays, batch, attend, norm)[0].arrays
 
     def read(self, x, arrays, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens that are in the pages."""
         m = self.mixer
         kept = self.pages(arrays, batch)
+        assert states_of(attend) is None, "a decoder computes layers with states once"
         gate = self.inner(x, norm=norm, rows=(0, m.values), sizes=batch.used_tokens)
         value, _, query = self._convolved(kept, batch)
         y = decayed_state.read(kept, m.sizes, query, batch)
         return self._output(y + self._skipped(value), gate, batch, residual)
 
-    def _run(self, x, arrays, batch: Batch, norm) -> tuple[KeptNumbers, jax.Array, jax.Array]:
+    def _run(
+        self, x, arrays, batch: Batch, attend: Attend, norm
+    ) -> tuple[KeptNumbers, jax.Array, jax.Array]:
         """The pages with these tokens; what the state gives plus skip * v [T, N, D]; z [T, N D]."""
         m = self.mixer
         ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
         product = self.inner(x, norm=norm, sizes=batch.used_tokens)
         gate, inputs, step = jnp.split(product, ends, axis=1)
-        kept = self.pages(arrays, batch).with_tokens(CONV_INPUT, inputs)
-        value, key, query = self._convolved(kept, batch)
+        kernel = states_of(attend)
+        pages = self.pages(arrays, batch)
+        kept, of_step = with_inputs(pages, CONV_INPUT, inputs, batch, m.length, kernel)
+        value, key, query = self._convolved(kept, batch, of_step)
         speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
         bias = self.step_bias[...].astype(jnp.float32)
         step = jnp.clip(jax.nn.softplus(step.astype(jnp.float32) + bias), *m.step_limits)
         of_tokens = Inputs(query, key, step[..., None] * value, speed * step, rate=None)
-        kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch)
+        kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch, kernel)
         return kept, y + self._skipped(value), gate
 
-    def _convolved(self, kept: KeptNumbers, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _convolved(
+        self, kept: KeptNumbers, batch: Batch, of_step: StepInputs | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Values [T, N, D], and keys and queries [T, K, E]."""
         m = self.mixer
-        y = convolution(kept, CONV_INPUT, batch, self.conv[:, 0], values(self.conv_bias))
+        y = convolution(kept, CONV_INPUT, batch, self.conv[:, 0], values(self.conv_bias), of_step)
         y = jax.nn.silu(y).astype(self.dtype).astype(jnp.float32)  # rounded as it was trained
         value, key, query = jnp.split(y, [m.values, m.values + m.keys], axis=1)
         value = value.reshape(-1, m.heads, m.value_dim)

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pagedjax.device import states
 from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BlockSizes, Pages
@@ -170,7 +171,7 @@ class KeptPages(NamedTuple):
             self._by_token(part)
             .at[self._ids(part, rows, positions // size), positions % size]
             .get(mode=INSIDE)
-            for part in self._parts(name)
+            for part in self.parts(name)
         ]
         return self._numbers(words, self.kept.tokens[name])
 
@@ -180,7 +181,7 @@ class KeptPages(NamedTuple):
         """
         words = [
             self._by_token(part).at[self._ids(part, rows, blocks)].get(mode=INSIDE)
-            for part in self._parts(name)
+            for part in self.parts(name)
         ]
         return self._numbers(words, self.kept.tokens[name])
 
@@ -188,7 +189,7 @@ class KeptPages(NamedTuple):
         """[N, *shape] the numbers of blocks: number `blocks` [N] of the sequences of `rows` [N]."""
         words = [
             self._by_block(part).at[self._ids(part, rows, blocks)].get(mode=INSIDE)
-            for part in self._parts(name)
+            for part in self.parts(name)
         ]
         return self._numbers(words, self.kept.blocks[name])
 
@@ -214,9 +215,53 @@ class KeptPages(NamedTuple):
             pages = pages._with(part, places.set(words, mode=INSIDE))
         return pages
 
+    def exchanged(
+        self,
+        name: str,
+        numbers: jax.Array,
+        spans: states.Spans,
+        count: int,
+        kernel: states.Implementation,
+    ) -> tuple[KeptPages, jax.Array]:
+        """(The pages with the numbers [T, *shape] of the step's tokens, those of the last tokens
+        before each row [B, count, *shape], the last one first.) By a kernel, in an order of its own.
+        """
+        shape = self.kept.tokens[name]
+        memory = self.memory(name)
+        words = jnp.concatenate([x for _, x in self._words_of_parts(name, numbers, shape)])
+        slots = jnp.concatenate([self.tables.slots[p.first : p.end] for p in memory.tokens])
+        arrays, before = kernel.exchange(memory, words, slots, spans, count=count)
+        return self.with_memory(arrays), self._numbers([before], shape)
+
     # memory
 
-    def _parts(self, name: str) -> list[Part]:
+    def memory(self, tokens: str, of_blocks: str | None = None) -> states.Memory:
+        """The pages as a kernel gets them, which has numbers of tokens and of blocks in an order of
+        its own.
+        """
+        return states.Memory(
+            arrays=tuple([self.arrays[name] for name in ARRAYS_OF_PAGE]),
+            tables=self.tables.block_tables,
+            tokens=self._parts_of_memory(tokens),
+            states=self._parts_of_memory(of_blocks) if of_blocks else (),
+            block_size=self.sizes.block_size,
+        )
+
+    def with_memory(self, arrays: Sequence[jax.Array]) -> KeptPages:
+        """The pages with the arrays of a kernel."""
+        pages = Pages(self.arrays)
+        pages.update(zip(ARRAYS_OF_PAGE, arrays, strict=True))
+        return self._replace(arrays=pages)
+
+    def _parts_of_memory(self, name: str) -> tuple[states.Part, ...]:
+        return tuple(
+            [
+                states.Part(ARRAYS_OF_PAGE.index(part.name), part.first, part.end)
+                for part in self.parts(name)
+            ]
+        )
+
+    def parts(self, name: str) -> list[Part]:
         """Where an array is: page arrays are used one after the other, and of each all pages."""
         places = _places(self.kept, self.sizes)
         names = list(places)
@@ -273,7 +318,7 @@ class KeptPages(NamedTuple):
         missing = -words.shape[-1] % width
         words = jnp.pad(words, [(0, 0)] * len(lead) + [(0, missing)])
         words = jnp.moveaxis(words.reshape(*lead, -1, width), -2, 0)
-        parts = self._parts(name)
+        parts = self.parts(name)
         first_pages = parts[0].end - parts[0].first
         return list(zip(parts, jnp.split(words, [first_pages][: len(parts) - 1]), strict=True))
 
@@ -392,8 +437,64 @@ def row_of_tokens(batch: Batch) -> jax.Array:
     return jnp.minimum(row, len(batch.seq_lens) - 1).astype(jnp.int32)
 
 
+def spans_of(batch: Batch) -> states.Spans:
+    """Which tokens of a step each row has."""
+    starts = batch.row_cu_q_lens[:-1]
+    counts = batch.row_cu_q_lens[1:] - starts
+    return states.Spans(starts, counts, batch.seq_lens - counts)
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a step's convolution, where a kernel keeps them in an order of its own."""
+
+    inputs: jax.Array  # [T, C] float32, as they are kept
+    before: jax.Array  # [B, L - 1, C] of the last tokens before each row, the last one first
+    rows: jax.Array  # [T] the row of each token
+    places: jax.Array  # [T] where it is among the row's tokens
+
+    def at(self, distance: int) -> jax.Array:
+        """[T, C] float32: the inputs of the tokens so far before; of no meaning before the first
+        token of a sequence.
+        """
+        if distance == 0:
+            return self.inputs
+        of_step = jnp.pad(self.inputs, ((distance, 0), (0, 0)))[: len(self.inputs)]
+        number = jnp.clip(distance - self.places - 1, 0, self.before.shape[1] - 1)
+        older = self.before[self.rows, number].astype(jnp.float32)
+        return jnp.where((self.places >= distance)[:, None], of_step, older)
+
+
+def with_inputs(
+    kept: KeptNumbers,
+    name: str,
+    inputs: jax.Array,
+    batch: Batch,
+    length: int,
+    kernel: states.Implementation | None,
+) -> tuple[KeptNumbers, StepInputs | None]:
+    """Keeps the inputs [T, C] of a step's tokens -> (what is kept, what `convolution` needs of it).
+
+    Args:
+        name: of the inputs of a token.
+        length: of the convolution (L).
+        kernel: of steps with a cache; None: plain JAX, where `convolution` reads what is kept.
+    """
+    if kernel is None or isinstance(kept, KeptSequences):
+        return kept.with_tokens(name, inputs), None
+    spans = spans_of(batch)
+    rows = row_of_tokens(batch)
+    kept, before = kept.exchanged(name, inputs, spans, length - 1, kernel)
+    as_kept = inputs.astype(before.dtype).astype(jnp.float32)
+    return kept, StepInputs(as_kept, before, rows, batch.positions - spans.positions[rows])
+
+
 def convolution(
-    kept: KeptNumbers, name: str, batch: Batch, weight: jax.Array, bias: jax.Array | None
+    kept: KeptNumbers,
+    name: str,
+    batch: Batch,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    of_step: StepInputs | None = None,
 ) -> jax.Array:
     """[T, C] float32: the causal convolution of each channel over the inputs that are kept.
 
@@ -401,6 +502,7 @@ def convolution(
         name: of the inputs [C] of a token.
         weight: [C, L]; the last column is that of the token itself.
         bias: [C].
+        of_step: of `with_inputs`.
     """
     rows = row_of_tokens(batch)
     weight = weight.astype(jnp.float32)
@@ -408,7 +510,10 @@ def convolution(
     y = jnp.zeros((len(batch.positions), channels), jnp.float32)
     for distance in range(length):
         positions = batch.positions - distance
-        inputs = kept.tokens(name, rows, positions).astype(jnp.float32)
+        if of_step is None:
+            inputs = kept.tokens(name, rows, positions).astype(jnp.float32)
+        else:
+            inputs = of_step.at(distance)
         is_token = (positions >= 0)[:, None]
         y = y + jnp.where(is_token, inputs, 0) * weight[:, length - 1 - distance]
     return y if bias is None else y + bias.astype(jnp.float32)
