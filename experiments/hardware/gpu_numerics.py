@@ -15,6 +15,7 @@ written as they come.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -172,10 +173,14 @@ def batch_of(case: Case, heads: int) -> Batch:
     return Batch(q, k, v, k_pages, v_pages, tables, lengths, first)
 
 
-def attend(case: Case, impl: Any, min_split: int | None, *arrays: Any) -> np.ndarray:
-    """Call the kernels, or `impl`, with these arrays. Returns float64."""
+# `min_split` of a call, None for that of the device's tiles -> what computes the attention
+Kernels = Callable[[int | None], Any]
+
+
+def attend(case: Case, kernels_of: Kernels, min_split: int | None, *arrays: Any) -> np.ndarray:
+    """Call the kernels with these arrays. Returns float64."""
     options = case.options(arrays[0].shape[1])
-    function = partial(impl or kernels(min_split), scale=case.d**-0.5, **options)
+    function = partial(kernels_of(min_split), scale=case.d**-0.5, **options)
     on_device = (None if array is None else jnp.asarray(array) for array in arrays)
     return np.asarray(jax.jit(function)(*on_device), np.float64)
 
@@ -185,10 +190,10 @@ def kinds_of(queries: int) -> list[str]:
     return [kind for kind, (fewest, most) in KINDS.items() if fewest <= queries <= most]
 
 
-def outputs_by_row(case: Case, batch: Batch, impl: Any) -> list[dict[str, np.ndarray]]:
+def outputs_by_row(case: Case, batch: Batch, kernels_of: Kernels) -> list[dict[str, np.ndarray]]:
     """The attention of each row, by its kind in KINDS and in ALONE; none for an absent row."""
     q, _, _, k_pages, v_pages, tables, lengths, first = batch
-    together = attend(case, impl, None, q, k_pages, v_pages, tables, lengths, first)
+    together = attend(case, kernels_of, None, q, k_pages, v_pages, tables, lengths, first)
     outputs = []
     for start, end in pairwise(first):
         outputs.append({kind: together[start:end] for kind in kinds_of(end - start)})
@@ -196,7 +201,7 @@ def outputs_by_row(case: Case, batch: Batch, impl: Any) -> list[dict[str, np.nda
     for kind, min_split in ALONE.items():
         alone = attend(
             case,
-            impl,
+            kernels_of,
             min_split,
             q[first[decodes]],
             k_pages,
@@ -211,9 +216,14 @@ def outputs_by_row(case: Case, batch: Batch, impl: Any) -> list[dict[str, np.nda
 
 
 def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
+    """`errors_of_batch` of the kernels, or of `impl`."""
+    kernels_of = kernels if impl is None else lambda min_split: impl
+    return errors_of_batch(case, batch_of(case, heads), kernels_of)
+
+
+def errors_of_batch(case: Case, batch: Batch, kernels_of: Kernels) -> dict[str, float]:
     """The largest error of each kind of row over the largest value; infinite if not finite."""
-    batch = batch_of(case, heads)
-    outputs = outputs_by_row(case, batch, impl)
+    outputs = outputs_by_row(case, batch, kernels_of)
     largest_errors = dict.fromkeys((*KINDS, *ALONE), 0.0)
     largest_value = 0.0
     for row, length in enumerate(batch.lengths):
@@ -254,10 +264,15 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, group: int, case: Case) -
     return np.einsum("nqc,cnd->qnd", weights[..., :length], values)
 
 
-def check_case(case: Case, anywhere: bool = False) -> dict[str, Any]:
+def check_case(
+    case: Case,
+    anywhere: bool = False,
+    errors_of: Callable[[Case], dict[str, float]] | None = None,
+) -> dict[str, Any]:
     """The case with its errors, or with the reason why it has none.
 
     anywhere: check also on a device that is no such GPU.
+    errors_of: of a case; None is `errors`.
     """
     start = time.perf_counter()
     report: dict[str, Any] = {"case": str(case)[4:], **case._asdict()}
@@ -267,20 +282,22 @@ def check_case(case: Case, anywhere: bool = False) -> dict[str, Any]:
             raise ValueError(
                 f"pallas_gpu {wrong_device}; --rehearse interprets the kernels on a CPU"
             )
-        report["errors"] = errors(case)
+        report["errors"] = (errors_of or errors)(case)
         report["right"] = all(error <= TOLERANCE for error in report["errors"].values())
     except Exception as error:
         report |= {"failed": f"{type(error).__name__}: {str(error)[:400]}", "right": False}
     return report | {"took_s": round(time.perf_counter() - start, 1)}
 
 
-def interpret_case(case: Case) -> dict[str, Any]:
+def interpret_case(
+    case: Case, errors_of: Callable[[Case], dict[str, float]] | None = None
+) -> dict[str, Any]:
     """Check a case on a CPU, with interpreted kernels. Returns the report of `check_case`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     newer: Any = plgpu  # JAX 0.10 has no interpretation
     with newer.force_gpu_interpret_mode(newer.InterpretGPUParams()):
-        return check_case(case, anywhere=True)
+        return check_case(case, anywhere=True, errors_of=errors_of)
 
 
 def check_all(
@@ -300,14 +317,32 @@ def check_all(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = bench_parser(__doc__, model=False)
+    parser = checks_parser(__doc__)
     parser.add_argument(
         "--every", type=at_least_1, default=1, metavar="N", help="check one shape of N"
     )
+    args = parser.parse_args(argv)
+    check = interpret_case if args.rehearse else check_case
+    return run_checks(args, REHEARSED if args.rehearse else list(cases(args.every)), check)
+
+
+def checks_parser(text: str | None) -> argparse.ArgumentParser:
+    """The options of a command that checks cases; text: what it does."""
+    parser = bench_parser(text, model=False)
     parser.add_argument("--processes", type=at_least_1, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after this time")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: two shapes, interpreted")
-    args = parser.parse_args(argv)
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: few shapes, interpreted")
+    return parser
+
+
+def run_checks(
+    args: argparse.Namespace,
+    chosen: Sequence[Case],
+    check: Callable[[Case], dict[str, Any]],
+) -> int:
+    """Checks the cases as the options say, and prints and writes what it finds. Returns the exit
+    status of the command.
+    """
     if args.rehearse and jax.__version_info__ < pallas_gpu.JAX_NEEDED:
         remedy = "use Python 3.12 or newer, where pip installs it"
         print(
@@ -315,8 +350,6 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    chosen = REHEARSED if args.rehearse else list(cases(args.every))
-    check = interpret_case if args.rehearse else check_case
     reports = []
     for report in check_all(chosen, args.processes, args.seconds, check):
         reports.append(report)

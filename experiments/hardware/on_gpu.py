@@ -18,6 +18,7 @@
               batching; needs torch
     stored    experiments.hardware.gpu_stored: decodes of a model with weights of 4 bits: are the
               kernel's products right, and how fast are they beside XLA's?
+    latents   experiments.hardware.gpu_latents: is the kernel for latents right?
 
 Each part has a limit of seconds and a process group of its own, of which nothing is left when the
 part ends or is stopped: a kernel that deadlocks never returns. A failed part is reported and the
@@ -66,6 +67,7 @@ LIMITS = {
     "predict": 120,
     "peers": 110,
     "stored": 110,
+    "latents": 60,
 }
 PARTS = tuple(LIMITS)
 REMEDY = "use Python 3.12 or newer, where pip installs it"
@@ -99,7 +101,7 @@ def parts(
 
     time_limits = {
         part_name: ("--seconds", f"{max(limits[part_name] - GRACE, 1):g}")
-        for part_name in ("right", "goldens", "peers")
+        for part_name in ("right", "goldens", "peers", "latents")
     }
     # plain XLA's engines take minutes on a GPU
     impls = () if rehearse else ("--impls", "pallas_gpu")
@@ -121,6 +123,7 @@ def parts(
         part("predict", "experiments.hardware.gpu_prediction", "--model", model),
         part("peers", "experiments.hardware.gpu_peers", *time_limits["peers"]),
         part("stored", "experiments.hardware.gpu_stored"),
+        part("latents", "experiments.hardware.gpu_latents", *time_limits["latents"]),
     ]
 
 
