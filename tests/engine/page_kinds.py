@@ -108,6 +108,13 @@ ENGINES: dict[str, dict[str, Any]] = {
         "max_num_batched_tokens": 8,
         "token_buckets": (8,),
     },
+    "kernels of a TPU on two devices": {
+        "block_size": 8,
+        "attention_impl": "pallas_tpu",
+        "mesh": {"tensor": 2},
+        "max_num_batched_tokens": 8,
+        "token_buckets": (8,),
+    },
     "all blocks kept": {"block_size": 4, "free_window_blocks": False},
     "drafts": {
         "block_size": 8,
@@ -245,10 +252,10 @@ KINDS = {
             *SLOW_RUN,
             "drafts",
             "plain XLA",
-            "kernels of a TPU",
+            "kernels of a TPU on two devices",
             "three devices, heads of zeros",
         ),
-        exhaustive=("blocks of a token", "no lookahead", "a baseline"),
+        exhaustive=("kernels of a TPU", "blocks of a token", "no lookahead", "a baseline"),
         refused={
             "equal bits": (
                 {"batch_invariant": True},
