@@ -424,7 +424,7 @@ def test_an_engine_gives_the_same_tokens_through_them(family, tmp_path, monkeypa
         write_family(folder, GPT_OSS | {"head_dim": 64})
     model = load_model(folder, dtype="float16")
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 300, n).tolist() for n in (1, 5, 11)]
+    prompts = [rng.integers(3, 300, n).tolist() for n in (1, 2, 6)]
     config = {
         "block_size": 8,
         "max_num_batched_tokens": 8,
@@ -432,11 +432,11 @@ def test_an_engine_gives_the_same_tokens_through_them(family, tmp_path, monkeypa
         "token_buckets": (8,),
         "num_blocks": 32,
     }
-    expected = greedy(model, prompts, 3, "xla", **config)
+    expected = greedy(model, prompts, 2, "xla", **config)
     accepts = IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **sizes: "")
     monkeypatch.setitem(IMPLS, "pallas_gpu", accepts)
     with interpret_mode():
-        assert greedy(model, prompts, 3, "pallas_gpu", **config) == expected
+        assert greedy(model, prompts, 2, "pallas_gpu", **config) == expected
 
 
 # --- the checks detect mistakes -------------------------------------------------------------------
