@@ -94,6 +94,7 @@ def test_none_is_refused_where_nothing_is_chosen_later(name):
         ("policy", None, "'fcfs'"),
         ("attention_impl", "refrence", r", or FILE\.py:NAME \(did you mean 'reference'\?\)$"),
         ("linear_impl", "gpu", r", or FILE\.py:NAME \(did you mean 'cpu'\?\)$"),
+        ("state_impl", "palas_tpu", r"'xla', 'pallas_tpu' \(did you mean 'pallas_tpu'\?\)$"),
         ("kv_policy", "some", r"'full', 'streaming', 'quest', or FILE\.py:NAME$"),
         ("prefix_checkpoints", "lest", r"'every', 'last' \(did you mean 'last'\?\)$"),
         ("reservation", "pow3", r"'none', 'oracle', 'pow2', 'max' \(did you mean 'pow2'\?\)$"),
@@ -151,6 +152,7 @@ RESOLVED = {
     "weight_dtype": "float32",
     "kv_cache_dtype": "float32",
     "attention_impl": "xla",
+    "state_impl": "xla",
     "token_buckets": (2048,),
 }
 

@@ -50,6 +50,7 @@ LATER_FIELDS = {
         "max_loras",
         "max_lora_rank",
         "model_family",
+        "state_impl",
     ),
     Simulate: ("mesh", "hop_s", "profile", "cost"),
     Prompts: ("output", "predicted", "shuffle"),

@@ -6,6 +6,8 @@ oracle is attention in float64.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import chex
@@ -18,6 +20,7 @@ from pagedjax.device import attention
 from pallas_kernels.paged_attention import latent_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from tests.device.test_attention import Device
+from tests.pallas_kernels.test_kernel_tools import ROOT, needs_compiler
 from tests.pallas_kernels.test_latents_tpu import MIXED, NUMBERS, RANK, case_of, expected_of
 from tests.pallas_kernels.test_paged_attention import Case, assert_padding_is_zero, slow
 from tests.pallas_kernels.test_paged_attention_gpu import (
@@ -107,6 +110,43 @@ def test_a_mixed_batch_keeps_the_contract_of_latents(heads):
     output = np.asarray(y, np.float32)
     chex.assert_trees_all_close(output, expected_of(case), atol=2.0**-6, rtol=0)
     assert_padding_is_zero(output, case)
+
+
+# interpretation of a kernel on two devices does not end
+MESH = """
+from functools import partial
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from experiments.hardware import compilers
+from pallas_kernels.paged_attention import latent_attention
+h200 = compilers.target("h200")
+compilers.prepare(h200)
+mesh = Mesh(np.array(compilers.devices(h200, "1x1x2")), ("x",))
+heads = P(None, "x")
+attend = partial(latent_attention, rank=512, scale=0.07, impl="pallas_gpu")
+mapped = jax.shard_map(
+    attend, mesh=mesh, in_specs=(heads, *[P()] * 4), out_specs=heads, check_vma=False
+)
+def shape(*sizes, dtype=jnp.int32, spec=P()):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+q = shape(64, 128, 576, dtype=jnp.bfloat16, spec=heads)
+pages = shape(1024, 1, 16, 576, dtype=jnp.bfloat16)
+arguments = q, pages, shape(64, 512), shape(64), shape(65)
+compiled = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+print(compiled.output_shardings.shard_shape((64, 128, 512)))
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_it_compiles_for_the_heads_of_each_of_two_devices():
+    child = subprocess.run(
+        [sys.executable, "-c", MESH], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert child.returncode == 0, child.stderr
+    assert "(64, 64, 512)" in child.stdout
 
 
 @interpreted

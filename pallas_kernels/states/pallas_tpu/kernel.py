@@ -91,6 +91,7 @@ class Sizes(NamedTuple):
 
     @property
     def units(self) -> int:
+        """Units of all heads."""
         return self.shape.heads // self.unit_heads
 
     @property
@@ -120,14 +121,17 @@ class Sizes(NamedTuple):
 
     @property
     def state_pages(self) -> int:
+        """Pages of a state."""
         return sum(part.end - part.first for part in self.states)
 
     @property
     def recent_pages(self) -> int:
+        """Pages of the tokens of a block."""
         return sum(part.end - part.first for part in self.recent)
 
     @property
     def pages(self) -> int:
+        """Pages of a block, states first."""
         return self.state_pages + self.recent_pages
 
     @property
@@ -276,11 +280,12 @@ def _run_item(r: Refs, item) -> None:
 
 
 def start(copy: Any) -> None:
+    """Starts a copy."""
     copy.start()
 
 
 def wait(copy: Any) -> None:
-    """Waits until a copy is done; a function, for tests that leave it out."""
+    """Waits until a copy is done; a function, for a test that leaves it out."""
     copy.wait()
 
 

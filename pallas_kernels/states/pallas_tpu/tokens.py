@@ -154,11 +154,6 @@ def _read(
     return tuple(arrays), by_token[:, jnp.arange(num_rows)[:, None], place]
 
 
-def wait(copy: Any) -> None:
-    """Waits until a copy is done; a function, for tests that leave it out."""
-    copy.wait()
-
-
 def _kernel(parts: tuple[Part, ...], num_arrays: int, num_rows: int, ids, row, *refs) -> None:
     arrays = refs[num_arrays : 2 * num_arrays]  # inputs and outputs are one memory
     pieces, arrived = refs[2 * num_arrays :]
@@ -187,4 +182,4 @@ def _kernel(parts: tuple[Part, ...], num_arrays: int, num_rows: int, ids, row, *
         lax.fori_loop(0, 2 * num_rows, copy_piece, None)
 
     copy_pieces(lambda copy: copy.start())
-    copy_pieces(wait)
+    copy_pieces(lambda copy: copy.wait())
