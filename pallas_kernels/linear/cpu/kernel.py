@@ -110,10 +110,10 @@ from pallas_kernels.shared.cpu.memory import (
     load_published,
     load_word,
     malloc,
-    sched_yield,
     store_byte,
     store_float,
     store_word,
+    wait_for,
 )
 from pallas_kernels.shared.cpu.team import HOLDERS
 from pallas_kernels.shared.cpu.translate import address_of, compiled, compiled_apart
@@ -541,9 +541,7 @@ def _run_items(job):
             has_norm_weights = True
         _pack_tile(job, tile, norm, scratch)
         fetch_add(job + TILES_DONE, 1)
-    # TILES_DONE is read atomically: what other threads have packed is visible after it
-    while fetch_add(job + TILES_DONE, 0) < tiles:
-        sched_yield()
+    wait_for(job + TILES_DONE, tiles)
     segments = load_word(job + SEGMENTS)
     first = fetch_add(job + BEGUN, 1)
     for step in range(segments):
@@ -763,7 +761,6 @@ def handle(frame, team):
     ask_for_help(frame, team, address_of(_help), job, min(workers, items) - 1, wakes)
     _clear_padding(frame)
     _run_items(job)
-    while fetch_add(job + ITEMS_DONE, 0) < items:
-        sched_yield()
+    wait_for(job + ITEMS_DONE, items)
     release(job)
     return 0

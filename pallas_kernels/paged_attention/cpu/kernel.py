@@ -36,9 +36,9 @@ from pallas_kernels.shared.cpu.memory import (
     load_int,
     load_word,
     malloc,
-    sched_yield,
     store_float,
     store_word,
+    wait_for,
 )
 from pallas_kernels.shared.cpu.team import HOLDERS
 from pallas_kernels.shared.cpu.translate import address_of, compiled, compiled_apart
@@ -306,8 +306,7 @@ def handle(frame, team):
     ask_for_help(frame, team, address_of(_work), job, min(threads(frame), items) - 1, 1)
     _clear_padding(frame, job)
     _work(job)
-    while fetch_add(job + ITEMS_DONE, 0) < items:
-        sched_yield()
+    wait_for(job + ITEMS_DONE, items)
     _merge(job)
     release(job)
     return 0

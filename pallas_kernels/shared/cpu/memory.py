@@ -94,6 +94,25 @@ def pause(builder):
         builder.call(external_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
 
 
+AWAKE = 500  # looks at a counter before a thread gives its CPU away: 5 to 20 microseconds
+
+
+@compiled
+def wait_for(counter, count):
+    """Waits until threads have added so much to a word. What they wrote before is then visible.
+
+    Most waits are shorter than a microsecond. A thread that gives its CPU away may get it back
+    milliseconds later, if another process waits for a CPU.
+    """
+    looks = 0
+    while load_published(counter) < count:
+        if looks < AWAKE:
+            pause()
+            looks += 1
+        else:
+            sched_yield()
+
+
 @instruction
 def call(builder, function, *arguments):
     """Calls the C function at an address: words -> word."""
