@@ -171,14 +171,11 @@ OPTION_NORM = 16
 
 
 @compiled
-def _load_row(job, row, norm, out):
-    """Writes one row of x to `out`: normalised, in the dtype of the factors.
-
-    It is padded with zeros to whole vectors.
+def _load_floats(source, k, out):
+    """Writes K numbers of x's dtype to `out` as float32, and zeros to whole vectors. Two vectors
+    behind them are scratch memory.
     """
-    k = load_word(job + K)
     in_vectors = k - k % FULL
-    source = load_word(job + X) + row * k * X_SIZE
     widen(X_SIZE, source, out, in_vectors)
     if in_vectors < k:
         end = out + 4 * in_vectors
@@ -189,6 +186,16 @@ def _load_row(job, row, norm, out):
             store_float(tail + 4 * i, np.float32(0))
         copy_bytes(source + X_SIZE * in_vectors, tail, X_SIZE * (k - in_vectors))
         widen(X_SIZE, tail, end, FULL)
+
+
+@compiled
+def _load_row(job, row, norm, out):
+    """Writes one row of x to `out`: normalised, in the dtype of the factors.
+
+    It is padded with zeros to whole vectors.
+    """
+    k = load_word(job + K)
+    _load_floats(load_word(job + X) + row * k * X_SIZE, k, out)
     padded = rounded_up(k, FULL)
     if load_word(job + NORM) != 0:
         mean = sum_of_squares(out, padded) / np.float32(k)
@@ -210,15 +217,10 @@ def _load_norm_weights(job, out):
     norm_kind = load_word(job + NORM)
     if norm_kind == 0:
         return
-    copy_bytes(load_word(job + NORM_WEIGHT), out, k * X_SIZE)
-    if X_SIZE == BFLOAT16:
-        for start in range(rounded_up(k, FULL) - FULL, -1, -FULL):
-            widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
+    _load_floats(load_word(job + NORM_WEIGHT), k, out)
     if norm_kind == RMS_PLUS_ONE:
         for i in range(k):
             store_float(out + 4 * i, np.float32(1) + load_float(out + 4 * i))
-    for i in range(k, rounded_up(k, FULL)):
-        store_float(out + 4 * i, np.float32(0))
 
 
 @compiled
@@ -238,7 +240,7 @@ def _pack_tile(job, tile, norm, rows):
         for i in range(columns):
             rounded.round_row(WEIGHT_SIZE, rows + i * row_bytes, load_word(job + K))
     if columns == 1:
-        copy_bytes(rows, out, 4 * rounded_up(words, FULL))
+        widen(FLOAT32, rows, out, rounded_up(words, FULL))
         return
     for word in range(0, words, FULL):
         transpose(rows + 4 * word, row_bytes, out + 4 * columns * word, columns)
