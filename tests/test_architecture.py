@@ -101,6 +101,7 @@ LIBRARIES: dict[str, set[str]] = {
     "pagedjax.viewer": {"immutables"},
     "pallas_kernels": {"jax"},
     # weights are packed on the host
+    "pallas_kernels.linear.factors": {"numpy"},
     "pallas_kernels.linear.words": {"jax", "numpy"},
     "pallas_kernels.linear.pallas_tpu": {"jax", "numpy"},
     "pallas_kernels.linear.pallas_gpu": {"jax", "numpy"},

@@ -52,9 +52,9 @@ KINDS = {
     "Q5_0": ("q5_0", 32),
     "Q5_1": ("q5_1", 32),
     "Q8_0": ("q8_0", 32),
-    "Q4_K": ("q4_k", 32),
-    "Q5_K": ("q5_k", 32),
-    "Q6_K": ("q6_k", 16),
+    "Q4_K": ("q4_k_super", 256),
+    "Q5_K": ("q5_k_super", 256),
+    "Q6_K": ("q6_k_super", 256),
 }
 # Values that are dequantised at once. They fit into the cache of a core.
 PIECE = 2**16

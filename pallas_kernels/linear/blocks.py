@@ -9,14 +9,19 @@ lower half. Numbers of 5 or 6 bits have their lower four bits so. Behind these a
 (1 or 2), in words of 4 bytes for 32 / n inputs: those of input 8 g + d begin at bit 4 d + n g. So a
 shift by n g bits brings those of 8 neighbouring inputs to the places that their digits have in a word.
 
+A block may have parts, of equally many neighbouring inputs. Then it has a scale and an offset for all
+of them, and each part has a factor for either, a signed integer of 8 bits. Behind the scale and the
+offset are the factors of scales, then those of offsets, then the numbers of one part after the other.
+A product of a float16 number and a factor is exact in float32.
+
 Numbers are integers, or small floats: "e4m3" are float8_e4m3fn, and "e2m1" have a sign, two bits of
 exponent and one of mantissa (OCP Microscaling Formats, 2023). A scale of "e8m0" is a power of two,
 2 ** (byte - 127), of the same source.
 
-The first names are those of the encodings of GGUF files whose numbers a format has. The scales of a
-file's `Q4_K`, `Q5_K` and `Q6_K` are products of two numbers, which float32 holds exactly. The others
-are of checkpoints in other layouts, with the inputs of a block; their scales are float32, which holds
-those of 16 bits too.
+The first names are those of the encodings of GGUF files whose numbers a format has. Those of `Q4_K`,
+`Q5_K` and `Q6_K` with "super" are blocks with parts, as in the file; those without have the products
+in float32, and "k_super" is of matrices in several of them that are joined. The others are of checkpoints in other layouts, with the inputs of a block; their scales
+are float32, which holds those of 16 bits too.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+
+from pallas_kernels.linear.factors import factored
 
 SCALE_BYTES = {"e8m0": 1, "float16": 2, "float32": 4}
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
@@ -41,6 +48,7 @@ class Blocks(NamedTuple):
     scale: the dtype of scales and offsets.
     offset: whether a block has one.
     numbers: one of NUMBERS.
+    parts: of a block, if it has any; else 1.
     """
 
     name: str
@@ -50,6 +58,19 @@ class Blocks(NamedTuple):
     scale: str
     offset: bool
     numbers: str = NUMBERS[0]
+    parts: int = 1
+
+    @property
+    def part(self) -> Blocks:
+        """The format whose blocks are these parts, with a scale each."""
+        if self.parts == 1:
+            return self
+        return self._replace(inputs=self.inputs // self.parts, scale="float32", parts=1)
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors of all parts."""
+        return self.parts * (1 + self.offset) if self.parts > 1 else 0
 
     @property
     def scale_bytes(self) -> int:
@@ -64,7 +85,7 @@ class Blocks(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of a block."""
-        return self.scale_bytes * (1 + self.offset) + self.number_bytes
+        return self.scale_bytes * (1 + self.offset) + self.factor_bytes + self.number_bytes
 
     @property
     def bits_apart(self) -> int:
@@ -83,14 +104,16 @@ class Blocks(NamedTuple):
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """(bytes, bytes of a unit) of the parts of a block. A unit is a scale, an offset, a small
-        float of 8 bits, 4 integers of 8 bits, 8 digits of 4, or a word of bits that are apart.
+        """(bytes, bytes of a unit) of what a block has. A unit is a scale, an offset, a factor, a
+        small float of 8 bits, 4 integers of 8 bits, 8 digits of 4, or a word of bits that are apart.
         """
         scale = self.scale_bytes
         header = [(scale, scale)] * (1 + self.offset)
-        digits = self.digit_bytes, 1 if self.numbers == "e4m3" else 4
-        highest = [(self.number_bytes - self.digit_bytes, 4)] if self.bits_apart else []
-        return [*header, digits, *highest]
+        factors = [(self.factor_bytes, 1)] if self.parts > 1 else []
+        part = self.part
+        digits = part.digit_bytes, 1 if self.numbers == "e4m3" else 4
+        highest = [(part.number_bytes - part.digit_bytes, 4)] if self.bits_apart else []
+        return [*header, *factors, *[digits, *highest] * self.parts]
 
     @property
     def integers(self) -> bool:
@@ -104,7 +127,7 @@ class Blocks(NamedTuple):
         last = 8 * (self.zero >= 16) + 2 * NUMBERS.index(self.numbers) + self.offset
         for field in (self.bits, self.zero % 16, self.scale_bytes, last):
             code = 16 * code + field
-        return code
+        return code + (self.parts - 1 << 28)
 
     def row_bytes(self, inputs: int) -> int:
         """Bytes of a row of so many inputs.
@@ -121,6 +144,10 @@ class Blocks(NamedTuple):
 
     def holds(self, other: Blocks) -> bool:
         """Whether it can store the weights of another format exactly, by `recoded`."""
+        if self.parts > 1:
+            same_scale = self.inputs == other.inputs and self.scale == other.scale
+            return other.parts > 1 and same_scale and self.part.holds(other.part)
+        other = other.part
         widens = self.numbers == NUMBERS[0] and self.bits == 8 and other.numbers != "e4m3"
         has_numbers = (
             self.numbers == other.numbers
@@ -147,6 +174,10 @@ BLOCKS = {
         Blocks("q4_k", 32, 4, 0, "float32", True),
         Blocks("q5_k", 32, 5, 0, "float32", True),
         Blocks("q6_k", 16, 6, 32, "float32", False),
+        Blocks("q4_k_super", 256, 4, 0, "float16", True, parts=8),
+        Blocks("q5_k_super", 256, 5, 0, "float16", True, parts=8),
+        Blocks("q6_k_super", 256, 6, 32, "float16", False, parts=16),
+        Blocks("k_super", 256, 6, 32, "float16", True, parts=16),  # holds all of these three
         Blocks("any", 16, 8, 0, "float32", True),  # holds all but small floats of 8 bits
         *[Blocks(f"int4_{n}", n, 4, 8, "float32", False) for n in (128, 64, 32)],
         *[Blocks(f"uint4_{n}", n, 4, 0, "float32", True) for n in (128, 64)],
@@ -159,7 +190,8 @@ BLOCKS = {
 
 
 class Parts(NamedTuple):
-    """What rows of blocks store.
+    """What rows of blocks store. Parts of a block count as blocks here, and a scale is the product
+    with the factor.
 
     numbers: [..., blocks, inputs of a block] int8, after their zero is subtracted; float8_e4m3fn if
         they are "e4m3". Those of "e2m1" are doubled, so they are integers, and their scales are
@@ -180,6 +212,14 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     scales = scales_of(cells[..., :size], blocks)
     offsets = scales_of(cells[..., size : 2 * size], blocks) if blocks.offset else None
     numbers = cells[..., blocks.bytes - blocks.number_bytes :]
+    if blocks.parts > 1:
+        count = blocks.parts
+        start = size * (1 + blocks.offset)
+        scales = _products(scales, cells[..., start : start + count])
+        if offsets is not None:
+            offsets = _products(offsets, cells[..., start + count : start + 2 * count])
+        blocks = blocks.part
+        numbers = numbers.reshape(*rows.shape[:-1], -1, blocks.number_bytes)
     if blocks.bits == 8:
         dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
         return Parts(numbers.view(dtype), scales, offsets)
@@ -193,6 +233,12 @@ def parts_of(rows: Any, blocks: Blocks, xp: Any) -> Parts:
     if blocks.numbers == "e2m1":
         return Parts(doubled_numbers(numbers, xp), scales, offsets)
     return Parts(numbers - xp.int8(blocks.zero), scales, offsets)
+
+
+def _products(scales: Any, factors: Any) -> Any:
+    """Scales [..., blocks] times factors [..., blocks, parts] in bytes: [..., blocks * parts]."""
+    products = scales[..., None] * factors.view("int8").astype("float32")
+    return products.reshape(*scales.shape[:-1], -1)
 
 
 def _halves(packed: Any, xp: Any) -> Any:
@@ -275,25 +321,48 @@ def rows_of_parts(parts: Parts, blocks: Blocks, xp: Any) -> Any:
     changes no bit of a weight.
     """
     numbers, scales, offsets = parts
+    if blocks.offset and offsets is None:
+        offsets = xp.full_like(scales, -0.0)
+    if blocks.parts > 1:
+        return _rows_with_factors(Parts(numbers, scales, offsets), blocks, xp)
     cells = [bytes_of_scales(scales, blocks)]
     if blocks.offset:
-        negative_zeros = xp.full_like(scales, -0.0)
-        cells.append(bytes_of_scales(negative_zeros if offsets is None else offsets, blocks))
-    if blocks.bits == 8:
-        dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
-        cells.append(numbers.astype(dtype).view("uint8"))
-    else:
-        if blocks.numbers == "e2m1":
-            digits = digits_of_doubled(numbers, xp)
-        else:
-            digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
-        if blocks.bits_apart:
-            highest = _words_of_bits(digits >> DIGIT_BITS, blocks.bits_apart, xp)
-            cells += [_in_halves(digits & 15), highest]
-        else:
-            cells.append(_in_halves(digits))
+        cells.append(bytes_of_scales(offsets, blocks))
+    cells += _bytes_of_numbers(numbers, blocks, xp)
     rows = xp.concatenate(cells, axis=-1)
     return rows.reshape(*rows.shape[:-2], -1)
+
+
+def _rows_with_factors(parts: Parts, blocks: Blocks, xp: Any) -> Any:
+    """`rows_of_parts` for blocks that have parts, of numpy arrays alone."""
+    outer = (*parts.scales.shape[:-1], -1)
+    scales = []
+    factors = []
+    for products in (parts.scales, parts.offsets) if blocks.offset else (parts.scales,):
+        block_scales, block_factors = factored(products.reshape(*outer, blocks.parts))
+        scales.append(bytes_of_scales(block_scales, blocks))
+        factors.append(block_factors.view("uint8"))
+    numbers = xp.concatenate(_bytes_of_numbers(parts.numbers, blocks.part, xp), axis=-1)
+    numbers = numbers.reshape(*outer, blocks.number_bytes)
+    rows = xp.concatenate([*scales, *factors, numbers], axis=-1)
+    return rows.reshape(*rows.shape[:-2], -1)
+
+
+def _bytes_of_numbers(numbers: Any, blocks: Blocks, xp: Any) -> list[Any]:
+    """The bytes of numbers [..., blocks, inputs], in arrays [..., blocks, bytes] that follow one
+    another.
+    """
+    if blocks.bits == 8:
+        dtype = "int8" if blocks.numbers == NUMBERS[0] else FLOAT8
+        return [numbers.astype(dtype).view("uint8")]
+    if blocks.numbers == "e2m1":
+        digits = digits_of_doubled(numbers, xp)
+    else:
+        digits = (numbers + xp.int8(blocks.zero)).astype("uint8")
+    if not blocks.bits_apart:
+        return [_in_halves(digits)]
+    highest = _words_of_bits(digits >> DIGIT_BITS, blocks.bits_apart, xp)
+    return [_in_halves(digits & 15), highest]
 
 
 def bytes_of_scales(scales: Any, blocks: Blocks) -> Any:
@@ -308,8 +377,8 @@ def recoded(rows: Any, blocks: Blocks, to: Blocks, xp: Any) -> Any:
     if to == blocks:
         return rows
     numbers, scales, offsets = parts_of(rows, blocks, xp)
-    repeats = blocks.inputs // to.inputs
-    numbers = numbers.reshape(*numbers.shape[:-2], -1, to.inputs)
+    repeats = blocks.part.inputs // to.part.inputs
+    numbers = numbers.reshape(*numbers.shape[:-2], -1, to.part.inputs)
     scales = xp.repeat(scales, repeats, axis=-1)
     offsets = None if offsets is None else xp.repeat(offsets, repeats, axis=-1)
     return rows_of_parts(Parts(numbers, scales, offsets), to, xp)

@@ -33,6 +33,11 @@ class Matrix(NamedTuple):
     blocks: Blocks | None = None
 
     @property
+    def cells(self) -> Blocks | None:
+        """The blocks, or their parts if they have some: inputs that share a scale in float32."""
+        return self.blocks.part if self.blocks else None
+
+    @property
     def width(self) -> int:
         """Outputs of a token: of one matrix, after its gates."""
         return self.outputs // self.count // (2 if self.gated else 1)

@@ -108,7 +108,7 @@ def layout_of(matrix: Matrix) -> Layout:
     if tiles > MOST_TILES:
         slab = min(range(MOST_TILES, FEWEST_TILES - 1, -1), key=lambda size: round_up(tiles, size))
     outputs = round_up(words.one_of(matrix).outputs, LANES)
-    return Layout(-(-tiles // slab), slab, outputs, matrix.blocks)
+    return Layout(-(-tiles // slab), slab, outputs, matrix.cells)
 
 
 # --- the layout -----------------------------------------------------------------------------------
@@ -128,9 +128,9 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     whole = words.padded(digits, layout.outputs, layout.inputs)
     arrays = [words.words_of(whole, bits, layout.tile_words)]
     for array in (scales, offsets):
-        if array is not None and matrix.blocks is not None:
+        if array is not None and matrix.cells is not None:
             whole = words.padded(array, layout.outputs, layout.slabs * layout.slab_blocks)
-            arrays.append(words.words_of_scales(whole, matrix.blocks))
+            arrays.append(words.words_of_scales(whole, matrix.cells))
     by_slab = [array.reshape(layout.outputs, layout.slabs, -1) for array in arrays]
     return np.ascontiguousarray(np.concatenate(by_slab, axis=2).transpose(1, 2, 0))
 
@@ -143,15 +143,15 @@ def _digits(columns: Any, matrix: Matrix, xp: Any) -> Digits:
     bits = words.bits_of(matrix.blocks)
     digits = words.digits_in(rows[..., :first], bits, layout.tile_words, xp)
     digits = digits.reshape(len(rows), -1)[:, : matrix.inputs]
-    if matrix.blocks is None:
+    if matrix.cells is None:
         return Digits(digits, None, None)
     parts = []
-    for _ in range(1 + matrix.blocks.offset):
+    for _ in range(1 + matrix.cells.offset):
         part = rows[..., first : first + layout.slab_scales].reshape(len(rows), -1)
-        scales = words.scales_in(part, matrix.blocks)
-        parts.append(scales[:, : matrix.inputs // matrix.blocks.inputs])
+        scales = words.scales_in(part, matrix.cells)
+        parts.append(scales[:, : matrix.inputs // matrix.cells.inputs])
         first += layout.slab_scales
-    return Digits(digits, parts[0], parts[1] if matrix.blocks.offset else None)
+    return Digits(digits, parts[0], parts[1] if matrix.cells.offset else None)
 
 
 def unpack(packed: Any, matrix: Matrix) -> Any:

@@ -76,7 +76,7 @@ def has_words(matrix: Matrix, dtype: Any, smallest: int) -> bool:
     """
     if matrix.blocks is None:
         return dtype == np.int8
-    blocks = matrix.blocks
+    blocks = matrix.blocks.part
     scales = scales_of_word(blocks)
     return smallest <= blocks.inputs and (scales == 1 or scales * blocks.inputs <= MOST_OF_WORD)
 
@@ -131,6 +131,7 @@ def digits_of(weight: np.ndarray, blocks: Blocks | None) -> Digits:
 
 def numbers_by_block(digits: Digits, blocks: Blocks, xp: Any) -> Parts:
     """Returns the parts of rows of blocks, whose numbers are in `digits`, as arrays of `xp`."""
+    blocks = blocks.part
     cells = digits.digits.reshape(*digits.scales.shape, blocks.inputs)
     if blocks.numbers == "e2m1":
         numbers = doubled_numbers(cells.astype("int8"), xp)

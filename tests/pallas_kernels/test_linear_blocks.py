@@ -29,22 +29,23 @@ ON_CPU = pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not inst
 ERROR = {"float32": 3e-6, "bfloat16": 2**-7}  # bfloat16: of x and of XLA's weights
 MOST = {
     "reference": ["q4_1", "q6_k", "fp8_32"],
-    "xla": ["q4_0", "q5_1", "any", "uint4_128", "mxfp4"],
+    "xla": ["q4_0", "q5_1", "any", "uint4_128", "mxfp4", "q4_k_super"],
     "pallas_tpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "mxfp4", "int8_128", "any"],
-    "pallas_gpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "mxfp4"],
+    "pallas_gpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "mxfp4", "q4_k_super"],
 }
 
 
 def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Parts:
     """Scales are float16 numbers, of which some are subnormal, times the integers of "K" encodings
-    in float32; or powers of two. Small floats are of any size, subnormal ones too.
+    in float32; or powers of two. Small floats are of any size, subnormal ones too. Factors of parts
+    may be 0 and negative.
     """
     rng = np.random.default_rng(seed)
-    cells = outputs, inputs // blocks.inputs
+    cells = outputs, inputs // blocks.part.inputs
     first, last = (-127, 128)
     if blocks.bits < 8:
         first, last = -blocks.zero, 2**blocks.bits - blocks.zero
-    numbers = rng.integers(first, last, (*cells, blocks.inputs)).astype(np.int8)
+    numbers = rng.integers(first, last, (*cells, blocks.part.inputs)).astype(np.int8)
     if blocks.numbers == "e4m3":
         numbers = np.where(numbers & 127 == 127, 3, numbers).astype(np.int8)  # those are NaN
         numbers = numbers.view(ml_dtypes.float8_e4m3fn)
@@ -52,7 +53,8 @@ def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Pa
         numbers = np.array(DOUBLED, np.int8)[numbers & 7] * np.where(numbers < 8, 1, -1)
         powers = rng.integers(-9, -2, cells)
         return Parts(numbers.astype(np.int8), np.ldexp(np.float32(0.5), powers), None)
-    scales = (rng.standard_normal(cells) / 100).astype(np.float16)
+    divisor = 100 if blocks.parts == 1 else 6400  # factors are up to 128
+    scales = (rng.standard_normal(cells) / divisor).astype(np.float16)
     scales[0] = np.float16(3e-7)
     scales = scales.astype(np.float32)
     if blocks.scale == "float32":
@@ -60,6 +62,12 @@ def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Pa
     offsets = None
     if blocks.offset:
         offsets = rng.standard_normal(cells).astype(np.float16).astype(np.float32)
+    if blocks.parts > 1:
+        first_of_block = np.arange(cells[1]) // blocks.parts * blocks.parts
+        scales = scales[:, first_of_block] * rng.integers(-128, 128, cells).astype(np.float32)
+        if offsets is not None:
+            offsets = (offsets / 64).astype(np.float16).astype(np.float32)[:, first_of_block]
+            offsets = offsets * rng.integers(0, 64, cells).astype(np.float32)
     return Parts(numbers, scales, offsets)
 
 
@@ -100,9 +108,9 @@ CASES = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_rows_have_the_parts_that_they_were_made_of(name):
     blocks = BLOCKS[name]
-    parts = random_parts(blocks, 5, 384)
+    parts = random_parts(blocks, 5, 768)
     rows = rows_of_parts(parts, blocks, np)
-    assert (rows.dtype, rows.shape) == (np.uint8, (5, blocks.row_bytes(384)))
+    assert (rows.dtype, rows.shape) == (np.uint8, (5, blocks.row_bytes(768)))
     chex.assert_trees_all_equal(parts_of(rows, blocks, np), parts)
     chex.assert_trees_all_equal(restored(rows, blocks, np), weights_of(parts))
     in_jax = jax.jit(lambda x: restored(x, blocks, jnp))(rows)
@@ -112,6 +120,29 @@ def test_rows_have_the_parts_that_they_were_made_of(name):
             weights = restored(recoded(rows, blocks, to, np), to, np)
             chex.assert_trees_all_equal(weights.view(np.int32), weights_of(parts).view(np.int32))
     assert BLOCKS["any"].holds(blocks) == (blocks.numbers != "e4m3")
+
+
+@pytest.mark.parametrize(
+    ("names", "smallest"),
+    [
+        (("q4_k_super", "q6_k_super"), "k_super"),
+        (("q5_k_super", "q4_k_super"), "q5_k_super"),
+        (("q4_k_super", "q8_0"), "uint8_32"),
+        (("q4_k_super", "q4_k"), "q4_k"),
+        (("q5_0", "q8_0"), "q8_0"),
+    ],
+)
+def test_joined_matrices_have_the_smallest_format_that_holds_both(names, smallest):
+    holding = [x for x in BLOCKS.values() if all(x.holds(BLOCKS[name]) for name in names)]
+    assert min(holding, key=lambda x: x.row_bytes(256)).name == smallest
+
+
+def test_scales_that_are_no_products_are_refused():
+    blocks = BLOCKS["q4_k_super"]
+    parts = random_parts(blocks, 2, 256)
+    parts.scales[1, 3] = 0.3
+    with pytest.raises(ValueError, match=r"0\.3.* are not a float16 number times integers"):
+        rows_of_parts(parts, blocks, np)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +231,9 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q4_0", name, "bfloat16") for name in ("a chunk", "gates")),
     *(("q5_0", name, "float32") for name in ("a token", "a chunk", "gates")),
     *(("q6_k", name, "float32") for name in ("a token", "a chunk")),
+    *(("q4_k_super", name, "float32") for name in ("a token", "a chunk", "deep", "gates")),
+    *(("q6_k_super", name, "float32") for name in ("a token", "a chunk")),
+    ("k_super", "a chunk", "float32"),
     *(("fp8_128", name, "float32") for name in ("a chunk", "rows")),
     *(("mxfp4", name, "float32") for name in ("a token", "experts")),
 }
@@ -224,10 +258,11 @@ def test_the_cpu_kernel_has_the_bits_of_the_restored_weights(name, case_name, dt
 
 
 @ON_CPU
-@pytest.mark.parametrize("name", ["q4_1", "q5_0"])
+@pytest.mark.parametrize("name", ["q4_1", "q5_0", "q4_k_super"])
 def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(name):
     options: dict[str, Any] = {"activation": "silu", "norm": False}
-    arguments, _ = in_blocks(case(512, 576, 960, **options), BLOCKS[name])
+    inputs = 768 if name == "q4_k_super" else 576
+    arguments, _ = in_blocks(case(512, inputs, 960, **options), BLOCKS[name])
     output = run(arguments, "cpu")
     for first, last in ((0, 1), (100, 107), (3, 67), (511, 512)):
         alone = run({**arguments, "x": arguments["x"][first:last]}, "cpu")

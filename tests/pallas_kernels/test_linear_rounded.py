@@ -23,7 +23,7 @@ NEAR_A_TIE = 1e-5
 
 def in_groups(x: np.ndarray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
     """Returns (x in units of its factors, factors) of groups of inputs: [T, groups, ...]."""
-    groups = x.astype(np.float32).reshape(len(x), -1, min(32, blocks.inputs))
+    groups = x.astype(np.float32).reshape(len(x), -1, min(32, blocks.part.inputs))
     largest = np.abs(groups).max(-1, keepdims=True)
     largest = np.where(largest < SMALLEST, np.float32(np.inf), largest)
     with np.errstate(invalid="ignore"):
@@ -85,6 +85,9 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
     ("q4_0", "a chunk", "bfloat16"),
     ("any", "rows", "float32"),
     ("q6_k", "a chunk", "float32"),
+    *(("q4_k_super", name, "float32") for name in ("a token", "deep", "gates")),
+    ("q6_k_super", "a chunk", "float32"),
+    ("k_super", "a token", "float32"),
     ("int4_128", "experts", "float32"),
 }
 

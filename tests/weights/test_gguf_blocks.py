@@ -96,6 +96,21 @@ def test_floats_are_rounded_as_the_gguf_package_rounds_them(name):
     )
 
 
+@pytest.mark.parametrize("name", ["q4_k", "q5_k"])
+def test_floats_are_rounded_to_parts_of_blocks(name):
+    """Scales and offsets are integers of 6 bits there, which costs a little."""
+    matrix = np.random.default_rng(0).standard_normal((5, 512)).astype(np.float32)
+    matrix[1] = 0
+    errors = {}
+    for format_name in (name, f"{name}_super"):
+        (rows,) = blocks.FORMATS[format_name].pack(matrix)
+        values = blocks.FORMATS[format_name].restore([rows])
+        chex.assert_equal_shape((values, matrix))
+        chex.assert_trees_all_equal(values[1], matrix[1])
+        errors[format_name] = np.abs(values - matrix).mean()
+    assert errors[name] < errors[f"{name}_super"] < 1.1 * errors[name]
+
+
 # --- models ---------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def pack(blocks: Blocks, matrix: Any) -> tuple[np.ndarray]:
     rows = np.empty((len(matrix), blocks.row_bytes(matrix.shape[1])), np.uint8)
     for start in range(0, len(matrix), ROWS):
         part = matrix[start : start + ROWS].astype(np.float32)
-        cells = part.reshape(len(part), -1, blocks.inputs)
+        cells = part.reshape(len(part), -1, blocks.part.inputs)
         rows[start : start + ROWS] = rows_of_parts(ROUNDED[blocks.name](cells), blocks, np)
     return (rows,)
 
@@ -89,6 +89,29 @@ def _above_offset(cells: np.ndarray, bits: int = 4) -> Parts:
     steps = (cells - offsets[..., None]) * _inverse(scales)[..., None]
     numbers = np.trunc(steps + np.float32(0.5)).clip(0, largest)
     return Parts(numbers.astype(np.int8), scales, offsets)
+
+
+def _by_factors(cells: np.ndarray, bits: int, parts: int) -> Parts:
+    """As `_above_offset`, but scales and offsets are a float16 number for so many parts, times
+    integers of which the largest is 63.
+    """
+    largest = 2**bits - 1
+    offsets = _with_factors(cells.min(-1), parts)
+    scales = _with_factors((cells.max(-1) - offsets) / np.float32(largest), parts)
+    steps = (cells - offsets[..., None]) * _inverse(scales)[..., None]
+    numbers = np.trunc(steps + np.float32(0.5)).clip(0, largest)
+    return Parts(numbers.astype(np.int8), scales, offsets)
+
+
+def _with_factors(numbers: np.ndarray, parts: int) -> np.ndarray:
+    """The nearest products of a float16 number and an integer to numbers [..., n]. Each `parts`
+    neighbours have one float16 number.
+    """
+    cells = numbers.reshape(*numbers.shape[:-1], -1, parts)
+    units = (np.abs(cells).max(-1, keepdims=True) / np.float32(63)).astype(np.float16)
+    units = units.astype(np.float32)
+    factors = np.rint(cells * _inverse(units)).clip(-128, 127)
+    return (factors * units).reshape(numbers.shape)
 
 
 def _q8_0(cells: np.ndarray) -> Parts:
@@ -189,6 +212,8 @@ ROUNDED = {
     "q8_0": _q8_0,
     "q4_k": _above_offset,
     "q5_k": partial(_above_offset, bits=5),
+    "q4_k_super": partial(_by_factors, bits=4, parts=8),
+    "q5_k_super": partial(_by_factors, bits=5, parts=8),
     "uint4_128": _above_offset,
     "uint4_64": _above_offset,
     "uint8_128": _uint8,

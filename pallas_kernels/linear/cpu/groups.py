@@ -18,7 +18,7 @@ MIDDLE_DIGIT = 128  # of 8 bits: a signed number is a digit when its highest bit
 
 
 def group_inputs(blocks: Blocks) -> int:
-    return min(GROUP, blocks.inputs)
+    return min(GROUP, blocks.part.inputs)
 
 
 def digit_zero(blocks: Blocks) -> int:

@@ -34,8 +34,8 @@ from pallas_kernels.linear.cpu.vectors import (
     WIDE_CPU,
     byte_at,
     digit_bytes,
+    each_part,
     fetch_lines,
-    header,
 )
 from pallas_kernels.shared.cpu.compiler import has
 from pallas_kernels.shared.cpu.memory import pointer
@@ -272,21 +272,27 @@ def _add_group(
                 builder.store(sum_, total)
 
 
-def _groups(builder: Any, blocks: Blocks) -> Iterator[Any]:
-    """Generates code for each group of a block, given its number."""
-    count = blocks.inputs // group_inputs(blocks)
-    if count == 1:
-        yield ir.Constant(WORD, 0)
-        return
-    with each_index(builder, ir.Constant(WORD, count)) as group:
-        yield group
+def _groups(
+    builder: Any, blocks: Blocks, block: Any, vectors: range
+) -> Iterator[tuple[Any, list[tuple[Any, Any]], Any]]:
+    """Generates code for each group of a block of a panel. Yields (number of the group, (scales,
+    offsets or None) of each of the vectors, address of the group's numbers).
+    """
+    count = blocks.part.inputs // group_inputs(blocks)
+    for part, panel_scales, numbers in each_part(builder, blocks, block, vectors):
+        if count == 1:
+            yield part, panel_scales, numbers
+            continue
+        assert blocks.parts == 1, "a part is one group"
+        with each_index(builder, ir.Constant(WORD, count)) as group:
+            group_bytes = PANEL * group_inputs(blocks) * blocks.bits // 8
+            yield group, panel_scales, byte_at(builder, numbers, group, group_bytes)
 
 
 def _add_tile(builder, blocks, columns, w, x, count, sums, next_weight, stride):
     """Generates the sums of a tile, see `multiply_rounded`."""
     zero = ir.Constant(WORD, 0)
     step_bytes = PANEL * blocks.bytes
-    group_bytes = PANEL * group_inputs(blocks) * blocks.bits // 8
     for first in range(0, 2, VECTORS):
         vectors = range(first, first + VECTORS)
         places = [
@@ -305,13 +311,18 @@ def _add_tile(builder, blocks, columns, w, x, count, sums, next_weight, stride):
         with each_index(builder, count) as index:
             fetch_lines(builder, next_weight, index, stride, step_bytes)
             block = byte_at(builder, w, index, step_bytes)
-            panel_scales, numbers = header(builder, blocks, block, vectors)
             block_x = byte_at(builder, x, index, 4 * columns * block_words(blocks))
-            for group in _groups(builder, blocks):
-                group_numbers = byte_at(builder, numbers, group, group_bytes)
+            for group, panel_scales, numbers in _groups(builder, blocks, block, vectors):
                 group_x = byte_at(builder, block_x, group, 4 * columns * group_words(blocks))
                 _add_group(
-                    builder, blocks, columns, vectors, group_numbers, group_x, panel_scales, totals
+                    builder,
+                    blocks.part,
+                    columns,
+                    vectors,
+                    numbers,
+                    group_x,
+                    panel_scales,
+                    totals,
                 )
         if in_registers:
             for row, row_places in zip(totals, places, strict=True):

@@ -64,10 +64,15 @@ def _float_weights(builder, w, index, vector):
     return [load(builder, byte_at(builder, address, index, 4 * PANEL), ir.Constant(WORD, 0), FULL)]
 
 
+def _signed_numbers(builder, address):
+    """Returns 16 signed bytes as float32."""
+    bits = builder.load(pointer(builder, address, ir.VectorType(ir.IntType(8), FULL)), align=1)
+    return builder.sitofp(builder.sext(bits, ir.VectorType(INT32, FULL)), float_vector(FULL))
+
+
 def _int8_weights(builder, w, index, vector):
     address = byte_at(builder, builder.add(w, ir.Constant(WORD, FULL * vector)), index, PANEL)
-    bits = builder.load(pointer(builder, address, ir.VectorType(ir.IntType(8), FULL)), align=1)
-    return [builder.sitofp(builder.sext(bits, ir.VectorType(INT32, FULL)), float_vector(FULL))]
+    return [_signed_numbers(builder, address)]
 
 
 def _pairs(builder, w, index, vector):
@@ -203,16 +208,41 @@ def _scales(builder, blocks, address, vector):
     return load(builder, address, ir.Constant(WORD, 0), FULL)
 
 
-def header(builder, blocks, block, vectors):
-    """Returns ((scales, offsets or None) of each of the vectors, address of the numbers)."""
+def each_part(builder, blocks, block, vectors):
+    """Generates code for each part of a block of a panel; a block without parts is one.
+
+    Yields (number of the part, (scales, offsets or None) of each of the vectors, address of the
+    part's numbers). With parts, the code is in a loop.
+    """
     scales_bytes = ir.Constant(WORD, PANEL * blocks.scale_bytes)
     scales = [_scales(builder, blocks, block, v) for v in vectors]
     offsets = [None for _ in vectors]
-    numbers = builder.add(block, scales_bytes)
+    end = builder.add(block, scales_bytes)
     if blocks.offset:
-        offsets = [_scales(builder, blocks, numbers, v) for v in vectors]
-        numbers = builder.add(numbers, scales_bytes)
-    return list(zip(scales, offsets, strict=True)), numbers
+        offsets = [_scales(builder, blocks, end, v) for v in vectors]
+        end = builder.add(end, scales_bytes)
+    if blocks.parts == 1:
+        yield ir.Constant(WORD, 0), list(zip(scales, offsets, strict=True)), end
+        return
+    all_numbers = builder.add(end, ir.Constant(WORD, PANEL * blocks.factor_bytes))
+    of_offsets = builder.add(end, ir.Constant(WORD, PANEL * blocks.parts))
+    with each_index(builder, ir.Constant(WORD, blocks.parts)) as part:
+        part_scales = _with_factors(builder, scales, end, part, vectors)
+        part_offsets = offsets
+        if blocks.offset:
+            part_offsets = _with_factors(builder, offsets, of_offsets, part, vectors)
+        numbers = byte_at(builder, all_numbers, part, PANEL * blocks.part.number_bytes)
+        yield part, list(zip(part_scales, part_offsets, strict=True)), numbers
+
+
+def _with_factors(builder, scales, factors, part, vectors):
+    """Returns scales [16] of some vectors times the factors of a part."""
+    products = []
+    for scale, vector in zip(scales, vectors, strict=True):
+        place = builder.add(factors, ir.Constant(WORD, FULL * vector))
+        number = _signed_numbers(builder, byte_at(builder, place, part, PANEL))
+        products.append(builder.fmul(scale, number))
+    return products
 
 
 def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
@@ -306,18 +336,21 @@ def _add_blocks(builder, blocks, columns, vectors, w, x, count, totals, next_wei
     with each_index(builder, count) as index:
         fetch_lines(builder, next_weight, index, stride, step_bytes)
         block = byte_at(builder, w, index, step_bytes)
-        panel_scales, numbers = header(builder, blocks, block, vectors)
-        first_place = builder.mul(index, ir.Constant(WORD, columns * blocks.inputs))
-        with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
-            rows = [
-                _block_weights(builder, blocks, numbers, part, v, scale, offset)
-                for v, (scale, offset) in zip(vectors, panel_scales, strict=True)
-            ]
-            part_place = builder.mul(part, ir.Constant(WORD, columns * WORD_NUMBERS))
-            place = builder.add(first_place, part_place)
-            for i, row in enumerate(zip(*rows, strict=True)):
-                input_place = builder.add(place, ir.Constant(WORD, columns * i))
-                _add_products(builder, columns, x, input_place, row, totals, multiply_add)
+        block_place = builder.mul(index, ir.Constant(WORD, columns * blocks.inputs))
+        cell = blocks.part
+        for part, panel_scales, numbers in each_part(builder, blocks, block, vectors):
+            part_place = builder.mul(part, ir.Constant(WORD, columns * cell.inputs))
+            first_place = builder.add(block_place, part_place)
+            with each_index(builder, ir.Constant(WORD, cell.inputs // WORD_NUMBERS)) as word:
+                rows = [
+                    _block_weights(builder, cell, numbers, word, v, scale, offset)
+                    for v, (scale, offset) in zip(vectors, panel_scales, strict=True)
+                ]
+                word_place = builder.mul(word, ir.Constant(WORD, columns * WORD_NUMBERS))
+                place = builder.add(first_place, word_place)
+                for i, row in enumerate(zip(*rows, strict=True)):
+                    input_place = builder.add(place, ir.Constant(WORD, columns * i))
+                    _add_products(builder, columns, x, input_place, row, totals, multiply_add)
 
 
 def _add_tile(builder, kind, columns, w, x, count, sums, next_weight, stride):
@@ -366,16 +399,17 @@ def widen_blocks(builder, kind, w, count, out):
     if blocks is None:
         return
     with each_index(builder, count) as index:
-        panel_scales, numbers = header(
-            builder, blocks, byte_at(builder, w, index, PANEL * blocks.bytes), (0, 1)
-        )
+        block = byte_at(builder, w, index, PANEL * blocks.bytes)
         block_out = byte_at(builder, out, index, 4 * PANEL * blocks.inputs)
-        with each_index(builder, ir.Constant(WORD, blocks.inputs // WORD_NUMBERS)) as part:
-            part_out = byte_at(builder, block_out, part, 4 * PANEL * WORD_NUMBERS)
-            for v, (scale, offset) in enumerate(panel_scales):
-                weights = _block_weights(builder, blocks, numbers, part, v, scale, offset)
-                for i, vector in enumerate(weights):
-                    store(builder, vector, part_out, ir.Constant(WORD, PANEL * i + FULL * v))
+        cell = blocks.part
+        for part, panel_scales, numbers in each_part(builder, blocks, block, (0, 1)):
+            part_out = byte_at(builder, block_out, part, 4 * PANEL * cell.inputs)
+            with each_index(builder, ir.Constant(WORD, cell.inputs // WORD_NUMBERS)) as word:
+                word_out = byte_at(builder, part_out, word, 4 * PANEL * WORD_NUMBERS)
+                for v, (scale, offset) in enumerate(panel_scales):
+                    weights = _block_weights(builder, cell, numbers, word, v, scale, offset)
+                    for i, vector in enumerate(weights):
+                        store(builder, vector, word_out, ir.Constant(WORD, PANEL * i + FULL * v))
 
 
 def _prefetch(written):

@@ -83,7 +83,7 @@ def layout_of(matrix: Matrix) -> Layout:
     """Returns the sizes of one matrix."""
     slab_inputs = WORDS * words.digits_of_word(matrix.blocks)
     outputs = words.one_of(matrix).outputs
-    return Layout(-(-matrix.inputs // slab_inputs), -(-outputs // OUTPUTS), matrix.blocks)
+    return Layout(-(-matrix.inputs // slab_inputs), -(-outputs // OUTPUTS), matrix.cells)
 
 
 def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
@@ -103,10 +103,10 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     packed[:, : layout.word_rows] = by_slab.reshape(layout.tiles, -1, WORDS)
     parts = []
     for array in (scales, offsets):
-        if array is not None and matrix.blocks is not None:
+        if array is not None and matrix.cells is not None:
             blocks = layout.slabs * layout.slab_blocks
             whole = words.padded(array, layout.tiles * OUTPUTS, blocks)
-            part = words.words_of_scales(whole, matrix.blocks)
+            part = words.words_of_scales(whole, matrix.cells)
             parts.append(part.reshape(layout.tiles, OUTPUTS, layout.slabs, layout.part_rows))
     if parts:
         by_slab = np.concatenate(parts, axis=3).transpose(0, 2, 3, 1)
@@ -123,14 +123,14 @@ def _digits(packed: Any, matrix: Matrix, ids: Any, xp: Any) -> Digits:
     runs = packed[tile, OUTPUTS * xp.arange(layout.slabs) + output]
     digits = words.digits_in(runs, words.bits_of(matrix.blocks), WORDS, xp)
     digits = digits.reshape(len(ids), -1)[:, : matrix.inputs]
-    if matrix.blocks is None:
+    if matrix.cells is None:
         return Digits(digits, None, None)
     rows = layout.word_rows + xp.arange(layout.slabs * layout.slab_scales)
     of_slabs = packed[tile, rows, output]
     by_part = of_slabs.reshape(len(ids), layout.slabs, -1, layout.part_rows).swapaxes(1, 2)
     in_words = by_part.reshape(len(ids), -1, layout.slabs * layout.part_rows)
-    parts = words.scales_in(in_words, matrix.blocks)[..., : matrix.inputs // matrix.blocks.inputs]
-    return Digits(digits, parts[:, 0], parts[:, 1] if matrix.blocks.offset else None)
+    parts = words.scales_in(in_words, matrix.cells)[..., : matrix.inputs // matrix.cells.inputs]
+    return Digits(digits, parts[:, 0], parts[:, 1] if matrix.cells.offset else None)
 
 
 def unpack(packed: Any, matrix: Matrix) -> Any:
