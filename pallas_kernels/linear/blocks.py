@@ -18,10 +18,11 @@ Numbers are integers, or small floats: "e4m3" are float8_e4m3fn, and "e2m1" have
 exponent and one of mantissa (OCP Microscaling Formats, 2023). A scale of "e8m0" is a power of two,
 2 ** (byte - 127), of the same source.
 
-The first names are those of the encodings of GGUF files whose numbers a format has. Those of `Q4_K`,
-`Q5_K` and `Q6_K` with "super" are blocks with parts, as in the file; those without have the products
-in float32, and "k_super" is of matrices in several of them that are joined. The others are of checkpoints in other layouts, with the inputs of a block; their scales
-are float32, which holds those of 16 bits too.
+The first names are those of the encodings of GGUF files whose numbers a format has. Those of
+`Q4_K`, `Q5_K` and `Q6_K` with "super" are blocks with parts, as in the file; those without have the
+products in float32, and "k_super" is of matrices in several of them that are joined. The others are
+of checkpoints in other layouts, with the inputs of a block; their scales are float32, which holds
+those of 16 bits too.
 """
 
 from __future__ import annotations
