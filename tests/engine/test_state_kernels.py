@@ -43,7 +43,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "two devices": SIZES | {"mesh": {"tensor": 2}},
     "wide pages of the attention's kernel": SIZES | {"attention_impl": "pallas_tpu"},
 }
-QUICK = ("qwen3_next", "swapped")
 
 
 @pytest.fixture
@@ -72,14 +71,9 @@ def expected(folders) -> Callable[[str], list[Branch]]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("family", "engine"),
-    [
-        pytest.param(family, engine, marks=() if (family, engine) == QUICK else pytest.mark.slow)
-        for family in CONFIGS
-        for engine in ENGINES
-    ],
-)
+@pytest.mark.slow  # tests/pallas_kernels/test_states_tpu.py has quick ones, of the kernel alone
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_tokens_are_those_of_plain_jax(family, engine, folders, expected, interpreted, tmp_path):
     llm = small_llm(folders[family], **ENGINES[engine], state_impl="pallas_tpu")
     # a handover compares it, because blocks have another order

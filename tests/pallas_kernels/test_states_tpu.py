@@ -218,13 +218,8 @@ def test_a_kernel_that_does_not_wait_is_found_out(mode, monkeypatch):
         of_steps(CASES["delta"], CUTS, mode)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "mamba in 16 bits" else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
-)
+@pytest.mark.slow  # the test of steps without races is the quick one
+@pytest.mark.parametrize("name", CASES)
 @settings(max_examples=4, deadline=None)
 @given(cuts=CHUNKS)
 def test_any_cut_gives_the_recurrence_and_so_does_a_token_again(name, cuts):
