@@ -89,7 +89,7 @@ class States:
 
         array = jax.ShapeDtypeStruct((PAGES, *self.page), self.dtype)
         tables = jax.ShapeDtypeStruct((sizes.pages, ROWS, WIDTH), jnp.int32)
-        of_rows = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+        of_rows: Any = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
         keys = floats(self.key_heads, shape.key_dim)
         of_heads = floats(self.heads)
         rate = of_heads if self.delta else None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -117,7 +117,7 @@ class Clock:
     """Seconds of functions, each without those that it calls."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inner: list[float] = []  # seconds of parts inside each part that runs
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Pa
     first, last = (-127, 128)
     if blocks.bits < 8:
         first, last = -blocks.zero, 2**blocks.bits - blocks.zero
-    numbers = rng.integers(first, last, (*cells, blocks.part.inputs)).astype(np.int8)
+    numbers: Any = rng.integers(first, last, (*cells, blocks.part.inputs)).astype(np.int8)
     if blocks.numbers == "e4m3":
         numbers = np.where(numbers & 127 == 127, 3, numbers).astype(np.int8)  # those are NaN
         numbers = numbers.view(ml_dtypes.float8_e4m3fn)

@@ -66,7 +66,8 @@ def run(
     tiles = tiles or TpuTiles.of(device_kind())
     tokens = len(inputs.decay)
     array = memory.arrays[0]
-    page = array.shape[1:]
+    _, heads, rows, lanes = array.shape
+    page = heads, rows, lanes
     size = memory.block_size
     reason = shape_obstacle(
         shape, page, str(array.dtype), size, interpret=bool(interpret)

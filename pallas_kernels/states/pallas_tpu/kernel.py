@@ -503,7 +503,7 @@ def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
     )
 
 
-def _index(shape: tuple[int, int], axis: int) -> jax.Array:
+def _index(shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
