@@ -22,6 +22,9 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Ray lowers the priority of its workers by 15. Beside the tests of other processes, replicas would
+# hardly get a CPU, and miss their time limits.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Of glibc: threads of XLA would have memory of their own each, and give none of it back.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 # Engines on a mesh need several devices. The first one is the default, as before.

@@ -1,16 +1,17 @@
 """How many microseconds of the host does an engine's decode step take?
 
-    python -m experiments.bench.host [--rows 1 64 256] [--lookahead 0 1] [--output 600 1024] [--json out.json]
+    python -m experiments.bench.host [--rows 1 64 256] [--lookahead 0 1] [--output 600 1024]
+        [--json out.json]
 
-A stub takes the place of the device's programs: it gives back the same tokens at once. So nothing is
-computed or compiled, and all time is the host's: schedule, pack, transfer, the call, commit. On a
-device that is faster than this time, the host is the limit.
+A stub takes the place of the device's programs: it gives back the same tokens at once. So nothing
+is computed or compiled, and all time is the host's: schedule, pack, transfer, the call, commit. On
+a device that is faster than this time, the host is the limit.
 
-The prompts are those of nano-vllm's benchmark, 100 to 1,024 random tokens. Outputs have 600 to 1,024,
-so that all rows decode together for some hundred steps, and these steps count. Then the largest
-setting runs again with a clock around each part. A part's time is without that of the parts inside it;
-the clock costs each call a microsecond or less. Collections of garbage are part of the times, and are
-counted.
+The prompts are those of nano-vllm's benchmark, 100 to 1,024 random tokens. Outputs have 600 to
+1,024, so that all rows decode together for some hundred steps, and these steps count. Then the
+largest setting runs again with a clock around each part. A part's time is without that of the parts
+inside it; the clock costs each call a microsecond or less. Collections of garbage are part of the
+times, and are counted.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from pagedjax.host import scheduler
 
 PROMPT = (100, 1024)  # tokens
 OUTPUT = (600, 1024)
-MOST_OUTPUT = 4096
+MAX_OUTPUT = 4096
 BUDGET = 2048  # tokens of a step
 BLOCK_SIZE = 16
 WARM_UP = 32  # steps of decodes alone that do not count
@@ -84,9 +85,11 @@ class StubPrograms(dict[Any, Callable[..., Any]]):
     def __init__(self, sequences: int) -> None:
         super().__init__()
         tokens = jax.device_put(np.arange(sequences, dtype=np.int32) + 5)
-        nothing: Any = None  # results that no request of this benchmark wants
-        sampled = SampledTokens(tokens, nothing, nothing, nothing, nothing)
-        self._output = StepOutput(sampled, nothing, tokens)
+        unread: Any = None  # results that no request of this benchmark wants
+        sampled = SampledTokens(
+            tokens, logprobs=unread, ranks=unread, top_ids=unread, top_logprobs=unread
+        )
+        self._output = StepOutput(sampled, prompt=unread, fed=tokens)
 
     def __missing__(self, shape: Any) -> Callable[..., Any]:
         return lambda leaves, cache, words: (cache, self._output)
@@ -187,8 +190,8 @@ def measure(
         seconds = decode_seconds(engine, rows, clock)
     if len(seconds) < 2:
         raise ValueError(
-            f"--output is {output[0]} to {output[1]}: the first of {rows} requests ends before all of "
-            f"them have decoded for {WARM_UP + 2} steps; give longer outputs, or fewer --rows"
+            f"--output is {output[0]} to {output[1]}: the first of {rows} requests ends before "
+            f"all of them have decoded for {WARM_UP + 2} steps; give longer outputs, or fewer --rows"
         )
     totals = clock.seconds if clock is not None else {}
     parts = {name: round(1e6 * total / len(seconds), 1) for name, total in totals.items()}
@@ -268,24 +271,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     check_least(parser, args, lookahead=0)
-    least, most = args.output
-    if not least <= most <= MOST_OUTPUT:
+    shortest, longest = args.output
+    if not shortest <= longest <= MAX_OUTPUT:
         parser.error(
-            f"--output is {least} {most}; it must be the fewest and the most tokens, and no more than "
-            f"{MOST_OUTPUT}"
+            f"--output is {shortest} {longest}; it must be the fewest and the most tokens, and no "
+            f"more than {MAX_OUTPUT}"
         )
     model = random_model(SHAPE, "float32")
     settings = [(rows, depth) for rows in sorted(args.rows) for depth in sorted(args.lookahead)]
     clock = Clock()
     try:
-        measurements = [measure(model, *setting, (least, most)) for setting in settings]
-        by_part = measure(model, *settings[-1], (least, most), clock)
+        measurements = [measure(model, *setting, (shortest, longest)) for setting in settings]
+        by_part = measure(model, *settings[-1], (shortest, longest), clock)
     except ValueError as error:
         parser.error(str(error))
     parts = sorted(by_part.parts.items(), key=lambda part: -part[1])
-    rest = by_part.mean - sum(by_part.parts.values())
+    untimed = by_part.mean - sum(by_part.parts.values())
     print(f"microseconds of a step by part, {by_part.rows} rows, lookahead {by_part.lookahead}")
-    print(aligned([(name, f"{value:.0f}") for name, value in [*parts, ("all else", rest)]]))
+    print(aligned([(name, f"{value:.0f}") for name, value in [*parts, ("all else", untimed)]]))
     last = measurements[-1]
     print(
         f"{last.collections} collections of garbage in {last.rows} rows, the longest "
@@ -293,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for times in measurements:
         print(sentence(times))
-    figures = {"output": [least, most], "times": [times._asdict() for times in measurements]}
+    figures = {"output": [shortest, longest], "times": [times._asdict() for times in measurements]}
     write_report(args.json, {**figures, "by_part": by_part._asdict()})
 
 

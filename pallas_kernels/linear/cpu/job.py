@@ -25,7 +25,7 @@ WIDENS: Any = Option("widens")
 # that the handler wrote.
 NEXT_TILE = 64
 TILES_DONE = 128
-BEGUN = 192  # helpers that began with items
+BEGUN = 192  # threads that began with items
 ITEMS_DONE = 256
 TILES = 320  # the number of tiles, each an item of the packing
 ITEMS = 328  # the number of items of the product

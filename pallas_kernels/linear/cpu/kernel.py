@@ -115,7 +115,7 @@ from pallas_kernels.shared.cpu.memory import (
     store_word,
     wait_for,
 )
-from pallas_kernels.shared.cpu.team import HOLDERS, expect
+from pallas_kernels.shared.cpu.team import HOLDERS
 from pallas_kernels.shared.cpu.translate import address_of, compiled, compiled_apart
 from pallas_kernels.shared.cpu.vectors import FULL
 from pallas_kernels.shared.cpu.xla_call import (
@@ -527,10 +527,8 @@ def _run_segment(job, segment, scratch):
 
 
 @compiled_apart
-def _run_items(job, helps):
-    """Packs tiles until none is left, waits for those of other threads, and computes items: first
-    those of the first segment if it is the call's own thread, and of another one if it `helps`.
-    """
+def _run_items(job):
+    """Packs tiles until none is left, waits for those of other threads, and computes items."""
     allocated = malloc(_scratch_bytes(job))
     scratch = rounded_up(allocated, 64)
     tiles = load_word(job + TILES)
@@ -547,7 +545,7 @@ def _run_items(job, helps):
         fetch_add(job + TILES_DONE, 1)
     wait_for(job + TILES_DONE, tiles)
     segments = load_word(job + SEGMENTS)
-    first = 1 + fetch_add(job + BEGUN, 1) if helps else 0
+    first = fetch_add(job + BEGUN, 1)
     for step in range(segments):
         _run_segment(job, (first + step) % segments, scratch)
     free(allocated)
@@ -557,7 +555,7 @@ def _run_items(job, helps):
 def _help(job):
     """Runs items in a helper's thread, if it has not begun too late."""
     if fetch_add(job + ITEMS_DONE, 0) < load_word(job + ITEMS):
-        _run_items(job, True)
+        _run_items(job)
     release(job)
 
 
@@ -755,17 +753,6 @@ def _clear_padding(frame):
 
 
 @compiled
-def _share(frame, job):
-    """Returns the bytes of the panels of a segment; 0 if items of several segments share panels, or
-    if the panels of a call depend on its tokens.
-    """
-    if load_word(job + CHUNKS) > 1 or dim(argument(frame, SIZES_OPERAND), 0) > 1:
-        return 0
-    items = load_word(job + ITEMS) // load_word(job + SEGMENTS)
-    return items * load_word(job + GROUP) * load_word(job + PANEL_BYTES)
-
-
-@compiled
 def handle(frame, team):
     """What XLA calls, with a call frame and the helpers' places. Returns 0: no error."""
     workers = threads(frame)
@@ -773,11 +760,9 @@ def handle(frame, team):
     items = load_word(job + ITEMS)
     tiles = load_word(job + TILES)
     wakes = load_word(job + COMPUTED_PANELS) * load_word(job + PANEL_BYTES) * tiles >= WAKING_BYTES
-    first_byte = load_word(job + FIRST_PANEL) * load_word(job + PANEL_BYTES)
-    expect(team, load_word(job + WEIGHT) + first_byte, _share(frame, job))
     ask_for_help(frame, team, address_of(_help), job, min(workers, items) - 1, wakes)
     _clear_padding(frame)
-    _run_items(job, False)
+    _run_items(job)
     wait_for(job + ITEMS_DONE, items)
     release(job)
     return 0

@@ -16,7 +16,7 @@ from llvmlite import ir
 from pallas_kernels.linear.blocks import BLOCKS, DIGIT_BITS
 from pallas_kernels.linear.cpu import small_floats
 from pallas_kernels.shared.cpu.compiler import has
-from pallas_kernels.shared.cpu.memory import fetch, pointer
+from pallas_kernels.shared.cpu.memory import pointer
 from pallas_kernels.shared.cpu.translate import FLOAT, INT32, WORD, external_function, instruction
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
@@ -281,6 +281,20 @@ def _block_weights(builder, blocks, numbers, index, vector, scale, offset):
     return [multiply_add(builder, number, scale, offset) for number in vectors]
 
 
+def _fetch(builder, address, written, level):
+    """Fetches a line.
+
+    written: 1 if the line will be stored to, else 0. level: 3 is the nearest cache, 2 the next.
+    """
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    fetch = external_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(
+        fetch,
+        [builder.inttoptr(address, byte), *(ir.Constant(INT32, i) for i in (written, level, 1))],
+    )
+
+
 LINE_BYTES = 64  # of a cache line
 
 
@@ -288,7 +302,7 @@ def fetch_lines(builder, next_weight, index, stride, step_bytes):
     """Fetches the lines that a step is to fetch."""
     line = builder.add(next_weight, builder.mul(index, stride))
     for start in range(0, step_bytes, LINE_BYTES):
-        fetch(builder, builder.add(line, ir.Constant(WORD, start)), nearest=False)
+        _fetch(builder, builder.add(line, ir.Constant(WORD, start)), 0, 2)
 
 
 def _add_products(builder, columns, x, place, row, totals, add):
@@ -398,16 +412,17 @@ def widen_blocks(builder, kind, w, count, out):
                         store(builder, vector, word_out, ir.Constant(WORD, PANEL * i + FULL * v))
 
 
-@instruction
-def prefetch(builder, address):
-    """Fetches a line into the nearest cache."""
-    fetch(builder, address)
+def _prefetch(written):
+    @instruction
+    def fetch(builder, address):
+        """Fetches a line into the nearest cache."""
+        _fetch(builder, address, written, 3)
+
+    return fetch
 
 
-@instruction
-def prefetch_written(builder, address):
-    """Fetches a line that will be stored to into the nearest cache."""
-    fetch(builder, address, written=True)
+prefetch = _prefetch(0)
+prefetch_written = _prefetch(1)
 
 
 # --- before the products: rows of inputs ----------------------------------------------------------

@@ -21,12 +21,12 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     clear,
     exponentials,
     largest,
+    prefetch,
     score_one,
     scores_shared,
     scores_together,
 )
 from pallas_kernels.shared.cpu.memory import (
-    fetch_line,
     load_float,
     load_int,
     store_float,
@@ -79,7 +79,7 @@ def _softmax(scores, begin, count, total, cap) -> tuple[np.float32, np.float32]:
 def _fetch(address, size):
     """Prefetches `size` bytes, in cache lines of 64."""
     for at in range(0, size, 64):
-        fetch_line(address + at)
+        prefetch(address + at)
 
 
 @compiled_apart

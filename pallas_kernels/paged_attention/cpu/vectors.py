@@ -9,7 +9,7 @@ import math
 
 from llvmlite import ir
 
-from pallas_kernels.shared.cpu.translate import INT32, WORD, instruction
+from pallas_kernels.shared.cpu.translate import INT32, WORD, external_function, instruction
 from pallas_kernels.shared.cpu.vectors import (
     COEFFICIENTS,
     FULL,
@@ -219,3 +219,18 @@ def exponentials(builder, numbers, top):
     result = exponential(builder, builder.fsub(x, splat(builder, top, FULL)))
     store(builder, result, numbers, start)
     return fold(builder, result, builder.fadd)
+
+
+@instruction
+def prefetch(builder, address):
+    """Prefetches the line at an address into the core's second cache. Every address is allowed.
+
+    A core can have more pending lines for its second cache than for its first.
+    """
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    function = external_function(builder.module, kind, "llvm.prefetch.p0")
+    read = ir.Constant(INT32, 0)
+    second_cache = ir.Constant(INT32, 2)
+    data = ir.Constant(INT32, 1)
+    builder.call(function, [builder.inttoptr(address, byte), read, second_cache, data])

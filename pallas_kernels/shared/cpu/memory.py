@@ -113,28 +113,6 @@ def wait_for(counter, count):
             sched_yield()
 
 
-def fetch(builder, address, *, written=False, nearest=True):
-    """Generates a fetch of a cache line, which does not fail.
-
-    written: whether the line will be stored to. nearest: into the nearest cache, and not the next.
-    """
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-    function = external_function(builder.module, kind, "llvm.prefetch.p0")
-    level = 3 if nearest else 2
-    data = 1
-    options = [ir.Constant(INT32, int(option)) for option in (written, level, data)]
-    builder.call(function, [builder.inttoptr(address, byte), *options])
-
-
-@instruction
-def fetch_line(builder, address):
-    """Fetches a line into a core's second cache, for which it can have more lines on their way than
-    for its first one. Every address is allowed.
-    """
-    fetch(builder, address, nearest=False)
-
-
 @instruction
 def call(builder, function, *arguments):
     """Calls the C function at an address: words -> word."""

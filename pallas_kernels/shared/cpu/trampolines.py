@@ -78,7 +78,7 @@ class Trampoline:
 _lock = threading.Lock()
 _spare: list[Trampoline] = []
 _cells: list[Any] = []  # keeps the cells in memory: compiled code has only their addresses
-_team = np.zeros((team.BYTES + team.PLACE_BYTES) // 8, np.int64)
+_team = np.zeros((team.PLACES + 1, team.PLACE_BYTES // 8), np.int64)
 TEAM = -(-_team.ctypes.data // team.PLACE_BYTES) * team.PLACE_BYTES  # begins with a cache line
 
 
