@@ -139,6 +139,7 @@ class StepShape(NamedTuple):
     samples: int  # R
     # every row has one token, and no log-probability of a prompt's token is wanted
     decodes_alone: bool = False
+    span: int = 1  # the program computes so many steps, all of decodes (span.py)
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ class Shapes(NamedTuple):
     selection: Selection | None = None  # of a KV policy
     # T of the steps that have a program of their own for decodes alone
     decode_buckets: tuple[int, ...] = ()
+    span: int = 1  # the steps of a span; 1: there are no spans
+    span_buckets: tuple[int, ...] = ()  # T of the steps that have a program for a span
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -192,8 +195,13 @@ class Shapes(NamedTuple):
         """The shapes of all steps, the largest last."""
         kinds = (False, True) if self.drafts else (False,)
         alone = [StepShape(t, self.samples(t, False), True) for t in self.decode_buckets]
+        spans = [self.span_shape(t) for t in self.span_buckets]
         mixed = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
-        return tuple(dict.fromkeys((*alone, *mixed)))
+        return tuple(dict.fromkeys((*alone, *spans, *mixed)))
+
+    def span_shape(self, t: int) -> StepShape:
+        """The shape of a span of steps of T tokens."""
+        return StepShape(t, self.samples(t, False), t in self.decode_buckets, self.span)
 
     def draft_shape(self, rows: int, t: int) -> DraftShape:
         """The shape of the program that drafts for `rows` rows of a step of T tokens.

@@ -6,6 +6,7 @@ finds the arrays of a kind with `Batch.extra`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -74,6 +75,23 @@ class Feed(Extra):
     def arrive(self, batch: Batch) -> Batch:
         tokens = jnp.where(self.rows >= 0, self.tokens[self.rows], batch.tokens)
         return batch._replace(tokens=tokens)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["steps"], meta_fields=["count"])
+@dataclass(frozen=True, eq=False)
+class Span(Extra):
+    """The batch is the first of `count` steps of decodes, which one program computes (span.py). Its
+    block tables are those of the last step, and row b has the token b.
+    """
+
+    words = ("steps",)
+
+    steps: Any  # [B] i32: in how many of the steps each row has a token; 0 in padding
+    count: int
+
+    def check(self, batch: Batch) -> None:
+        check_shape("span.steps", self.steps, batch.tokens.shape)
+        check_shape("last", batch.last, batch.tokens.shape)
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,7 @@ from pagedjax.device.batch import Batch, DraftBatch, OneTransfer, SamplingBatch,
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before, fitted
-from pagedjax.device.extras import Drafted, Feed, GroupTables
+from pagedjax.device.extras import Drafted, Feed, GroupTables, Span
 from pagedjax.device.layer_groups import LayerGroups
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import samples_of
@@ -36,6 +36,7 @@ from pagedjax.device.sampling import (
     sample,
 )
 from pagedjax.device.side_outputs import NOTHING, SideArrays, SideOutputs, inner_arrays
+from pagedjax.device.span import decode_span
 
 Step = Callable[[Any, KVCache, OneTransfer], tuple[KVCache, "StepOutput"]]
 Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
@@ -56,6 +57,10 @@ zeros = jax.jit(
 
 
 class StepOutput(NamedTuple):
+    """What a step's program returns beside the cache. Of a span there are tokens [steps, B] in
+    `sampled`, `fed`, and nothing else.
+    """
+
     sampled: SampledTokens
     prompt: PromptLogprobs
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
@@ -152,6 +157,19 @@ def make_step(
     ) -> tuple[KVCache, StepOutput]:
         batch = _arrive(parted(joined_batch))
         module, drafter = modules(leaves)
+        if batch.extra(Span) is None:
+            return computed(module, drafter, cache, batch)
+
+        def sampled_tokens(cache: KVCache, batch: Batch) -> tuple[KVCache, jax.Array]:
+            cache, output = computed(module, drafter, cache, batch)
+            return cache, output.sampled.tokens
+
+        cache, tokens = decode_span(sampled_tokens, cache, batch)
+        return cache, _output_of_span(batch, tokens)
+
+    def computed(
+        module: Any, drafter: Any, cache: KVCache, batch: Batch
+    ) -> tuple[KVCache, StepOutput]:
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         run = module.layers(
             cache,
@@ -174,10 +192,19 @@ def make_step(
         )
         if side_arrays is not None:
             side_arrays = side_arrays._replace(samples=sample_outputs)
-        fed = _tokens_to_feed(batch, sampled)
+        fed = _tokens_to_feed(batch, sampled.tokens)
         return cache, StepOutput(sampled, prompt, fed, hidden, side_arrays)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
+
+
+def _output_of_span(batch: Batch, tokens: jax.Array) -> StepOutput:
+    """What a span returns: its tokens [steps, B], and those of the last step for the next
+    program.
+    """
+    nothing: Any = None  # what no row of a span asks for
+    sampled = SampledTokens(tokens, nothing, nothing, nothing, nothing)
+    return StepOutput(sampled, prompt=nothing, fed=_tokens_to_feed(batch, tokens[-1]))
 
 
 def _arrive(batch: Batch) -> Batch:
@@ -240,12 +267,12 @@ def _samples_of(
     }
 
 
-def _tokens_to_feed(batch: Batch, sampled: SampledTokens) -> jax.Array | None:
+def _tokens_to_feed(batch: Batch, tokens: jax.Array) -> jax.Array | None:
     """[max_num_seqs] the sampled tokens, if an engine feeds them to its next step."""
     feed = batch.extra(Feed)
     if feed is None:
         return None
-    return jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
+    return jnp.pad(tokens, (0, len(feed.tokens) - len(tokens)))
 
 
 def _hidden_of_samples(

@@ -148,9 +148,16 @@ class BackgroundPrograms(dict[Shape, Any]):
     def _present_shapes(self) -> Shapes:
         shapes = [shape for shape in self.shapes.steps if shape in self]
         return self.shapes._replace(
-            tokens=tuple(shape.tokens for shape in shapes if not shape.decodes_alone),
-            decode_buckets=tuple(shape.tokens for shape in shapes if shape.decodes_alone),
+            tokens=_buckets(shapes, decodes_alone=False),
+            decode_buckets=_buckets(shapes, decodes_alone=True),
+            span_buckets=tuple(shape.tokens for shape in shapes if shape.span > 1),
         )
+
+
+def _buckets(shapes: Sequence[StepShape], *, decodes_alone: bool) -> tuple[int, ...]:
+    """The tokens of the shapes of single steps of a kind."""
+    steps = [shape for shape in shapes if shape.span == 1]
+    return tuple(shape.tokens for shape in steps if shape.decodes_alone == decodes_alone)
 
 
 def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:

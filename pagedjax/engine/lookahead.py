@@ -1,4 +1,4 @@
-"""Looking ahead: the next step is sent to the device before the tokens of the current step are
+"""Looking ahead: the next steps are sent to the device before the tokens of the current step are
 known.
 
 The scheduler is pure, so the engine predicts the next plan with the scheduler's own transitions: it
@@ -9,9 +9,13 @@ blocks, has computed the plan; rows of sequences that ended since are ignored. A
 step is dropped, and the real plan is sent after it. So plans, events and tokens are those of an
 engine without lookahead. Only the time at which steps run differs.
 
+What the device gets at once is a run of plans. It is one plan, or a span: a plan of decodes alone
+and the plans that are predicted after it, which one program computes (device/span.py). The first
+plan of a run may be a real one.
+
 A wrong prediction must not do harm. Its step writes keys and values of its own sequences, which the
-real plan writes again, and writes into empty blocks. It is not sent if it would move blocks or
-overwrite cached content.
+real plan writes again, and writes into empty blocks. It is not sent if it would move blocks,
+overwrite cached content, or write to blocks that a step in its place might read.
 """
 
 from __future__ import annotations
@@ -25,25 +29,41 @@ from pagedjax.device.cache import KVCache
 from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.device.step import StepOutput
 from pagedjax.engine.requests import SequenceData, sequences_of_rows
-from pagedjax.host import scheduler
+from pagedjax.host import decode_spans, scheduler
+from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
 from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Plan, SchedulerConfig, pick
+from pagedjax.host.types import Plan, SchedulerConfig, Seq, pick
 
 NO_TOKEN = -1  # stands for an unknown token; it stops no sequence
+NO_BLOCKS: frozenset[int] = frozenset()
+ROW_COLUMNS = ("seqs", "lengths", "starts", "counts")  # of a plan without drafts
+
+
+class PlaceInSpan(NamedTuple):
+    """Which part of a span's output is that of a plan.
+
+    step: the index of the plan's step in the span.
+    rows: of each row of the plan, its row in the span's program.
+    """
+
+    step: int
+    rows: Sequence[int]
 
 
 class SentStep(NamedTuple):
-    """A plan that was sent to the device, and its output there."""
+    """A plan that was sent to the device, and the output there of the program that computes it."""
 
     plan: Plan
     output: StepOutput
     sent_at: float  # seconds of time.perf_counter
-    padded_tokens: int = 0  # the tokens of the program that computes it
+    padded_tokens: int = 0  # the tokens of one step of the program
     draft_seconds: float = 0.0  # the time of the drafter's program, which ran before
     draft_rows: int = 0  # rows with drafts in that program, rounded up to a bucket
     side_outputs: SideOutputs = NOTHING  # what its output has beside samples
+    place: PlaceInSpan | None = None  # None: the program computes this plan alone
+    allocated: Sequence[int] = ()  # of a predicted plan, the blocks that it takes
 
     @property
     def cu_q_lens(self) -> np.ndarray:
@@ -55,18 +75,63 @@ class SentStep(NamedTuple):
         tokens: Any = self.output.sampled.tokens
         return tokens.is_ready()
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """[R] int32: the sampled tokens, those of the plan's rows first. Waits for the device."""
+        tokens = np.asarray(self.output.sampled.tokens)
+        return tokens if self.place is None else tokens[self.place.step][list(self.place.rows)]
 
-# (cache, plan, the step before it, arrivals of the sequences whose newest token is unknown) ->
-# (cache, the sent step)
-Send = Callable[[KVCache, Plan, SentStep, Set[int]], tuple[KVCache, SentStep]]
+    @property
+    def program_rows(self) -> Sequence[int]:
+        """Of each row of the plan, its row in the program."""
+        return range(len(self.plan.seqs)) if self.place is None else self.place.rows
+
+    @property
+    def begins_program(self) -> bool:
+        """Whether it is the first step of its program."""
+        return self.place is None or self.place.step == 0
+
+
+class Prediction(NamedTuple):
+    """A plan that follows if no sequence stops, the scheduler's state with it, and the blocks that
+    the plan takes.
+    """
+
+    state: SchedulerState
+    plan: Plan
+    allocated: Sequence[int] = ()
+
+
+Run = tuple[Prediction, ...]  # what one program computes: one plan, or all plans of a span
+# (cache, the run, the step before it, arrivals of the sequences whose newest token is unknown) ->
+# (cache, the sent steps)
+Send = Callable[[KVCache, Run, SentStep | None, Set[int]], tuple[KVCache, tuple[SentStep, ...]]]
 
 
 class Lookahead(NamedTuple):
-    """The predicted steps on the device, and the state that the next prediction starts from."""
+    """The predicted steps on the device, and what the next prediction starts from."""
 
     sent: tuple[SentStep, ...] = ()
     # the state and the plan of the last of them; None: predict again when all of them are used
     last: tuple[SchedulerState, Plan] | None = None
+
+
+class Foresight(NamedTuple):
+    """What predictions need to know of the engine.
+
+    sequences: the records of all sequences that run or wait, by their ids.
+    depth: the programs that may be on the device behind that of the current step.
+    span: the steps of a span; 1: there are no spans.
+    decided: whether the step after a plan depends on what the plan's step will give.
+    spans: whether the engine has a program for a span that begins with a plan.
+    """
+
+    policy: Policy
+    sequences: Mapping[str, SequenceData]
+    depth: int
+    span: int
+    decided: Callable[[Plan], bool]
+    spans: Callable[[Plan], bool]
 
 
 def take_predicted(
@@ -84,11 +149,30 @@ def take_predicted(
     rows = matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
-    # A row of the step that is not the plan's is of a sequence that has ended. Later predicted steps
-    # have such a row too, so no prediction starts from them.
-    has_all_rows = len(rows) == len(step.plan.seqs)
-    last = ahead.last if has_all_rows and later else None
+    last = ahead.last if later else None
+    if last is not None and len(rows) < len(step.plan.seqs):
+        last = _without_ended(last, step.plan, rows)
     return Lookahead(tuple(later), last), step, rows
+
+
+def _without_ended(
+    last: tuple[SchedulerState, Plan], predicted: Plan, rows: Sequence[int]
+) -> tuple[SchedulerState, Plan]:
+    """A predicted state and its plan, where the sequences that were predicted to run, and have
+    ended, run no more. Predicted steps that are sent already have rows for them.
+
+    Args:
+        predicted: the plan of a predicted step.
+        rows: those of its rows that the real plan has.
+    """
+    state, plan = last
+    ended = [predicted.seqs[j] for j in set(range(len(predicted.seqs))).difference(rows)]
+    for seq in sorted(ended, key=lambda seq: seq.arrival):
+        state, _ = scheduler.cancel(state, seq.request.request_id, "stop")
+    ended_arrivals = {seq.arrival for seq in ended}
+    left = [i for i, seq in enumerate(plan.seqs) if seq.arrival not in ended_arrivals]
+    columns = {name: pick(getattr(plan, name), left) for name in ROW_COLUMNS}
+    return state, plan._replace(**columns)
 
 
 def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
@@ -113,54 +197,62 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     return tuple(rows) if same_blocks else None
 
 
+def first_run(plan: Plan, state: SchedulerState, foresight: Foresight) -> Run:
+    """The run that begins with a real plan.
+
+    Args:
+        state: after `schedule` returned the plan.
+    """
+    return _run_from(Prediction(state, plan), foresight, None, NO_BLOCKS)
+
+
 def extend(
     ahead: Lookahead,
     current: SentStep,
     state: SchedulerState,
     plan: Plan,
-    policy: Policy,
-    sequences: Mapping[str, SequenceData],
-    depth: int,
+    foresight: Foresight,
     cache: KVCache,
     send: Send,
-    decided: Callable[[Plan], bool],
 ) -> tuple[KVCache, Lookahead]:
-    """Send predicted steps until `depth` of them are on the device behind the current one.
+    """Send predicted runs until `depth` programs are on the device behind that of the current step.
 
     Args:
         current: the sent step that has the plan among its rows.
         state: the scheduler's state after `schedule` returned the plan.
-        sequences: the records of all sequences that run or wait, by their ids.
-        decided: whether the step after a plan depends on what the plan's step will give.
     """
     sent, last = ahead
     if sent and last is None:
-        return cache, ahead  # the sent steps have rows of sequences that have ended
+        return cache, ahead  # the last predictions start from the state after them
     last = last or (state, plan)
     unknown_arrivals = set(sampling(plan))
-    for step in sent[:-1]:
-        unknown_arrivals.update(sampling(step.plan))
-    while len(sent) < depth:
-        if sent:
-            unknown_arrivals.update(sampling(sent[-1].plan))
+    for step in sent:
+        if step.begins_program:  # the rows of a span are those of its first step
+            unknown_arrivals.update(sampling(step.plan))
+    while sum([step.begins_program for step in sent]) < foresight.depth:
         last_state, last_plan = last
-        if decided(last_plan):
+        if foresight.decided(last_plan):
             break
+        real = state.pool if sent else None
+        allocated = frozenset([block for step in sent for block in step.allocated])
         predicted = predict(
             last_state,
             last_plan,
-            policy,
-            sequences,
+            foresight.policy,
+            foresight.sequences,
             unknown_arrivals,
-            plan_is_real=not sent,
-            is_last=depth == 1,
+            real=real,
+            allocated=allocated,
+            is_last=foresight.depth == 1 and foresight.span == 1,
         )
         if predicted is None:
             break
-        _, predicted_plan = predicted
-        cache, step = send(cache, predicted_plan, sent[-1] if sent else current, unknown_arrivals)
-        sent = (*sent, step)
-        last = predicted
+        run = _run_from(predicted, foresight, state.pool, allocated)
+        previous = sent[-1] if sent else current
+        cache, steps = send(cache, run, previous, unknown_arrivals)
+        sent = (*sent, *steps)
+        unknown_arrivals.update(sampling(predicted.plan))
+        last = run[-1].state, run[-1].plan
     return cache, Lookahead(sent, last if sent else None)
 
 
@@ -170,6 +262,101 @@ def sampling(plan: Plan) -> list[int]:
     return [seq.arrival for seq, length, start, count in rows if start + count == length]
 
 
+def _run_from(
+    first: Prediction, foresight: Foresight, real: BlockPool | None, allocated: Set[int]
+) -> Run:
+    """The span that begins with a plan, if the engine has a program for it and all its steps can be
+    predicted; else the plan alone.
+
+    Args:
+        real, allocated: see `predict`.
+    """
+    span = foresight.span
+    if span == 1 or not decode_spans.may_span(first.state, first.plan, span):
+        return (first,)
+    if not foresight.spans(first.plan):
+        return (first,)
+    arrivals = {seq.arrival for seq in first.plan.seqs}
+    run = [first]
+    taken = set(allocated).union(first.allocated)
+    while len(run) < span:
+        state, plan, _ = run[-1]
+        if foresight.decided(plan):
+            return (first,)
+        step = predict(
+            state,
+            plan,
+            foresight.policy,
+            foresight.sequences,
+            arrivals,
+            real=real,
+            allocated=taken,
+            is_last=False,
+        )
+        if step is None or not arrivals.issuperset([seq.arrival for seq in step.plan.seqs]):
+            return (first,)
+        taken.update(step.allocated)
+        run.append(step)
+        if real is None:
+            real = first.state.pool  # the plans behind the second one follow predictions
+    return tuple(run)
+
+
+def places_in_span(plans: Sequence[Plan]) -> list[PlaceInSpan]:
+    """Which part of a span's output is that of each of its plans. The rows of the program are those
+    of the first plan, in its order; no later plan has other rows.
+    """
+    row_of = {seq.arrival: i for i, seq in enumerate(plans[0].seqs)}
+    everyone = range(len(row_of))
+    return [
+        PlaceInSpan(
+            step,
+            everyone
+            if len(plan.seqs) == len(row_of)
+            else [row_of[seq.arrival] for seq in plan.seqs],
+        )
+        for step, plan in enumerate(plans)
+    ]
+
+
+def merged_plans(plans: Sequence[Plan]) -> tuple[Plan, list[int]]:
+    """(the first plan of a span with each row's last block table, in how many of the plans each row
+    is). An entry that is given back within the span (host/views.py) keeps its block, which earlier
+    steps of the span read.
+    """
+    first = plans[0]
+    last_seqs = {}
+    steps = {}
+    for step in range(len(plans) - 1, -1, -1):
+        for seq in plans[step].seqs:
+            if seq.arrival not in last_seqs:
+                last_seqs[seq.arrival] = seq
+                steps[seq.arrival] = step + 1
+        if len(last_seqs) == len(first.seqs):
+            break
+    seqs = tuple(
+        [
+            last if last is seq else _with_given_back(last, plans)
+            for seq in first.seqs
+            if (last := last_seqs[seq.arrival])
+        ]
+    )
+    return first._replace(seqs=seqs), [steps[seq.arrival] for seq in first.seqs]
+
+
+def _with_given_back(last: Seq, plans: Sequence[Plan]) -> Seq:
+    """The record with the blocks that were in its table in any of the plans."""
+    if 0 not in last.blocks:
+        return last
+    table = list(last.blocks)
+    for plan in plans:
+        for seq in plan.seqs:
+            if seq.arrival == last.arrival:
+                blocks = enumerate(seq.blocks)
+                table[: len(seq.blocks)] = [table[entry] or block for entry, block in blocks]
+    return last._replace(blocks=tuple(table))
+
+
 def predict(
     state: SchedulerState,
     plan: Plan,
@@ -177,26 +364,28 @@ def predict(
     sequences: Mapping[str, SequenceData],
     unknown_arrivals: Set[int],
     *,
-    plan_is_real: bool,
+    real: BlockPool | None,
+    allocated: Set[int] = NO_BLOCKS,
     is_last: bool,
-) -> tuple[SchedulerState, Plan] | None:
+) -> Prediction | None:
     """The state and plan after this one if no sequence stops; None if a prediction would do harm or
     be useless.
 
     Args:
         state: after `schedule` returned `plan`.
         unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
-        plan_is_real: whether the plan is real; else it is a prediction itself.
+        real: the blocks of the state from which a step would come in the place of a wrong
+            prediction; None: the plan is real.
+        allocated: blocks that the predicted plans before this one take.
         is_last: whether no other prediction starts from this one.
     """
+    if not plan.seqs or any([seq.request.request_id not in sequences for seq in plan.seqs]):
+        return None  # sequences of a predicted plan were cancelled
     rows = sequences_of_rows(plan, sequences)
     if state.waiting and any([data.stop_ids or data.params.stop for data in rows]):
         return None  # a waiting request takes the place of a sequence that stops: another plan
     hashes = _placeholder_hashes(plan, rows, state.config, is_last)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
-    if not plan_is_real and after.pool.num_free > state.pool.num_free:
-        # a plan sent in place of a wrong prediction would still read the blocks that are given back
-        return None
     # a timed policy gets the time of the plan; a plan that depends on a later one is not sent
     predicted, next_plan = scheduler.schedule(after, policy, now=plan.now)
     if (
@@ -207,14 +396,36 @@ def predict(
         or next_plan.swap_out
     ):
         return None
-    if len(predicted.pool.contents) < len(after.pool.contents):
-        return None  # cached content would be lost
+    blocks = _allocated(after, predicted)
+    kept = after.pool if real is None else real
+    if any([block in kept.owners or block in kept.hashes or block in allocated for block in blocks]):
+        # cached content would be lost, or blocks that a step in the place of a wrong prediction
+        # would read
+        return None
     if not state.config.mixed_steps:
         unknown_rows = unknown_arrivals & {seq.arrival for seq in next_plan.seqs}
         if not unknown_rows <= set(sampling(plan)):
             # an unknown token must come from the step just before; here an earlier step sampled it
             return None
-    return predicted, next_plan
+    return Prediction(predicted, next_plan, blocks)
+
+
+def _allocated(before: SchedulerState, after: SchedulerState) -> list[int]:
+    """The blocks that `schedule` took for the running sequences, without those whose content it
+    found in the cache.
+
+    Args:
+        before, after: the states before and after `schedule`.
+    """
+    tables = {seq.arrival: seq.blocks for seq in before.running.seqs}
+    allocated = []
+    for seq in after.running.seqs:
+        table = tables.get(seq.arrival, ())
+        if seq.blocks is not table:
+            allocated += seq.blocks[len(table) :]
+    owners = before.pool.owners
+    hashes = after.pool.hashes
+    return [block for block in allocated if block not in owners and block not in hashes]
 
 
 def _placeholder_hashes(
@@ -241,16 +452,17 @@ def _placeholder_hashes(
     return hashes
 
 
-def fed_rows(plan: Plan, before: Plan, unknown_arrivals: Set[int], t: int) -> np.ndarray:
-    """[t] int32: for each token of a predicted plan, the row of the step before that samples it; -1
-    if it is known.
+def fed_rows(plan: Plan, before: SentStep, unknown_arrivals: Set[int], t: int) -> np.ndarray:
+    """[t] int32: for each token of a predicted plan, the row of the program before that samples it;
+    -1 if it is known.
 
     Args:
-        before: the plan of the step before.
+        before: the step before.
         unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
     """
     rows = np.full(t, -1, np.int32)
-    row_of = {seq.arrival: i for i, seq in enumerate(before.seqs)}
+    pairs = zip(before.plan.seqs, before.program_rows, strict=True)
+    row_of = {seq.arrival: row for seq, row in pairs}
     last_tokens = np.cumsum(plan.counts) - 1
     rows[last_tokens] = [
         row_of[seq.arrival] if seq.arrival in unknown_arrivals else -1 for seq in plan.seqs

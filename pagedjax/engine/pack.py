@@ -31,6 +31,7 @@ from pagedjax.device.extras import (
     Feed,
     GroupTables,
     Selecting,
+    Span,
     TokenAdapters,
 )
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
@@ -52,6 +53,7 @@ class Sources(NamedTuple):
     draft_probs: what the draft in the place of each sample was drawn from.
     masks: for each sample that may not have all tokens, the mask of those that it may have, by the
         index of the sample.
+    span: of each row, in how many steps of a span it has a token; None: the step is no span.
     """
 
     undrafted: Mapping[int, Drafted] = Map()
@@ -61,6 +63,7 @@ class Sources(NamedTuple):
     unknown_arrivals: Set[int] = frozenset()
     draft_probs: Any = None
     masks: Mapping[int, bytes] = Map()
+    span: Sequence[int] | None = None
 
 
 NOTHING_MORE = Sources()
@@ -135,7 +138,7 @@ def pack(
         cu_q_lens=None if decodes_alone else queries.cu_q_lens,
         last=_padded(queries.cu_q_lens[1:][row_of_sample] - 1 + relative, r),
         sampled_row=_padded(row_of_sample, r),
-        targets=None if decodes_alone else targets,
+        targets=None if decodes_alone or sources.span is not None else targets,
         sampling=sampling,
     )
     return _with_extras(
@@ -161,8 +164,16 @@ def fed_tokens(packing: Packing) -> Feed | None:
     previous = sources.previous
     if previous is None:
         return Feed(np.full(t, -1, np.int32), np.zeros(packing.shapes.max_seqs, np.int32))
-    rows = fed_rows(packing.plan, previous.plan, sources.unknown_arrivals, t)
+    rows = fed_rows(packing.plan, previous, sources.unknown_arrivals, t)
     return Feed(rows, previous.output.fed)
+
+
+def span_of(packing: Packing) -> Span | None:
+    """In how many steps of a span each row has a token."""
+    steps = packing.sources.span
+    if steps is None:
+        return None
+    return Span(_padded(steps, len(packing.batch.tokens)), packing.shapes.span)
 
 
 def drafted_tokens(packing: Packing) -> Drafted | None:
@@ -226,6 +237,7 @@ def token_adapters(packing: Packing) -> TokenAdapters | None:
 # In the order in which programs take them.
 ARRAYS: tuple[Callable[[Packing], Extra | None], ...] = (
     fed_tokens,
+    span_of,
     drafted_tokens,
     attention_rows,
     group_tables,

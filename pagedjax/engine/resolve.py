@@ -317,7 +317,14 @@ def shapes(config: Resolved, model: Model, draft: DraftModel | None = None) -> S
         and config.kv_policy is None
         and not config.batch_invariant
     )
-    decode_buckets = tuple(t for t in config.token_buckets if t <= rows) if decodes_alone else ()
+    smallest_buckets = tuple(t for t in config.token_buckets if t <= rows)
+    decode_buckets = smallest_buckets if decodes_alone else ()
+    if config.decode_span > 1 and not smallest_buckets:
+        raise ValueError(
+            f"decode_span is {config.decode_span}, and each of the token_buckets "
+            f"{config.token_buckets} has more tokens than max_num_seqs {config.max_num_seqs}, so no "
+            f"program has decodes alone; add the bucket {rows}, or set decode_span=1"
+        )
     return Shapes(
         tokens=config.token_buckets,
         max_seqs=rows,
@@ -332,4 +339,6 @@ def shapes(config: Resolved, model: Model, draft: DraftModel | None = None) -> S
         draft_layout=layouts.draft,
         selection=selection_of(config, model),
         decode_buckets=decode_buckets,
+        span=config.decode_span,
+        span_buckets=smallest_buckets if config.decode_span > 1 else (),
     )

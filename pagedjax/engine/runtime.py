@@ -234,7 +234,7 @@ def build(
         draft_model=draft_model,
         undrafted=inputs.drafted,
         adapters=table,
-        spare=max(resolved.lookahead, sizes.drafts),
+        spare=max((resolved.lookahead + 1) * sizes.span - 1, sizes.drafts),
         **compiled._asdict(),
     )
 
@@ -598,4 +598,6 @@ def blank_batch(
     one_bucket = sizes._replace(
         tokens=buckets, decode_buckets=buckets if shape.decodes_alone else ()
     )
+    if shape.span > 1:
+        sources = sources._replace(span=())
     return pack(EMPTY_PLAN, {}, one_bucket, blanks, chain, sources, samples=shape.samples)

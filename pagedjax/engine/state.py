@@ -38,7 +38,7 @@ from pagedjax.engine import (
 )
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafting import Drafting
-from pagedjax.engine.lookahead import Lookahead, SentStep
+from pagedjax.engine.lookahead import Foresight, Lookahead, Run, SentStep
 from pagedjax.engine.outcome import NewRequest, Outcome
 from pagedjax.engine.pack import Sources, pack, pack_drafts
 from pagedjax.engine.readers import Readers
@@ -162,7 +162,6 @@ def cancel(
     new_state, events = scheduler.cancel(old_state, sequence_id, reason)
     state = state._replace(
         scheduler=new_state,
-        ahead=state.ahead._replace(last=None),  # the next prediction starts from the new state
         log=(*state.log, Cancel(sequence_id, reason, events)),
     )
     return with_events(state, events, old_state), events
@@ -328,7 +327,7 @@ def step(
     sent = computed.sent
     # a predicted step may have ended before this call began
     was_done = not computed.overlaps and sent.sent_at < scheduled.started and sent.ready
-    tokens = np.asarray(sent.output.sampled.tokens)
+    tokens = sent.tokens
     arrived = time.perf_counter()
 
     if plan.drafts:
@@ -406,52 +405,58 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> S
     predicted steps behind it.
     """
     plan = scheduled.plan
-    depth = runtime.config.lookahead
+    foresight = Foresight(
+        policy=runtime.policy,
+        sequences=state.sequences,
+        depth=runtime.config.lookahead,
+        span=runtime.shapes.span,
+        decided=partial(readers.decide, state.readers),
+        spans=partial(has_span, runtime, state),
+    )
     cache = runtime.new_cache() if state.cache is None else state.cache
-    ahead = Lookahead()
-    sent = None
-    rows: Sequence[int] = ()
-    if depth:
-        ahead, sent, rows = lookahead.take_predicted(state.ahead, plan)
+    ahead, sent, rows = lookahead.take_predicted(state.ahead, plan)
     if sent is None:
-        cache, sent = send(runtime, state, cache, plan)
+        run = lookahead.first_run(plan, scheduled.scheduler, foresight)
+        cache, steps = send(runtime, state, cache, run)
+        sent = steps[0]
         rows = range(len(plan.seqs))
-    if depth:
-
-        def send_predicted(
-            cache: KVCache, plan: Plan, previous: SentStep, unknown_arrivals: Set[int]
-        ):
-            return send(runtime, state, cache, plan, previous, unknown_arrivals)
-
+        ahead = Lookahead(steps[1:], run[-1][:2] if steps[1:] else None)
+    if foresight.depth:
         cache, ahead = lookahead.extend(
-            ahead,
-            sent,
-            scheduled.scheduler,
-            plan,
-            runtime.policy,
-            state.sequences,
-            depth,
-            cache,
-            send_predicted,
-            partial(readers.decide, state.readers),
+            ahead, sent, scheduled.scheduler, plan, foresight, cache, partial(send, runtime, state)
         )
     return SentPlan(cache, sent, rows, ahead)
+
+
+def has_span(runtime: Runtime, state: EngineState, plan: Plan) -> bool:
+    """Whether the engine has a program for a span that begins with a plan of decodes, and no reader
+    needs more of its rows than tokens, or must read them before the next step.
+    """
+    shapes = present_shapes(runtime)
+    ids = [seq.request_id for seq in plan.seqs]
+    if not shapes.span_buckets or len(ids) > shapes.span_buckets[-1]:
+        return False
+    if shapes.bucket(len(ids)) not in shapes.span_buckets:
+        return False
+    return not any(name in entries for entries in state.readers.values() for name in ids)
 
 
 def send(
     runtime: Runtime,
     state: EngineState,
     cache: KVCache,
-    plan: Plan,
+    run: Run,
     previous: SentStep | None = None,
     unknown_arrivals: Set[int] = frozenset(),
-) -> tuple[KVCache, SentStep]:
-    """Have the device compute a plan, after the steps that were sent to it before.
+) -> tuple[KVCache, tuple[SentStep, ...]]:
+    """Have the device compute a run of plans, after the steps that were sent to it before.
 
     Args:
         previous: the step before a predicted plan, which samples the unknown tokens.
         unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
     """
+    plans = [prediction.plan for prediction in run]
+    plan = plans[0]
     cache = move_blocks(runtime, state, cache, plan)
     draft_rows = 0
     draft_seconds = 0.0
@@ -459,14 +464,28 @@ def send(
     if plan.drafts and runtime.draft_model:
         cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
-    batch = batch_of(runtime, state, plan, previous, unknown_arrivals, draft_probs)
+    batch = batch_of(runtime, state, plans, previous, unknown_arrivals, draft_probs)
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
     programs = runtime.programs if side_outputs is NOTHING else runtime.side_programs[side_outputs]
-    shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
+    shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None, len(plans))
     cache, output = programs[shape](runtime.leaves, cache, joined(batch))
-    sent = SentStep(plan, output, sent_at, shape.tokens, draft_seconds, draft_rows, side_outputs)
-    return cache, sent
+    places = lookahead.places_in_span(plans) if len(plans) > 1 else [None]
+    steps = [
+        SentStep(
+            plan=prediction.plan,
+            output=output,
+            sent_at=sent_at,
+            padded_tokens=shape.tokens,
+            draft_seconds=draft_seconds,
+            draft_rows=draft_rows,
+            side_outputs=side_outputs,
+            place=place,
+            allocated=prediction.allocated,
+        )
+        for prediction, place in zip(run, places, strict=True)
+    ]
+    return cache, tuple(steps)
 
 
 def run_drafter(
@@ -493,12 +512,18 @@ def run_drafter(
 def batch_of(
     runtime: Runtime,
     state: EngineState,
-    plan: Plan,
+    plans: Sequence[Plan],
     previous: SentStep | None,
     unknown_arrivals: Set[int],
     draft_probs: jax.Array | None = None,
 ) -> Batch:
-    """The arrays of a plan. The arguments are those of `send`, and what `run_drafter` returned."""
+    """The arrays of a plan, or of the plans of a span. The arguments are those of `send`, and what
+    `run_drafter` returned.
+    """
+    plan = plans[0]
+    steps = None
+    if len(plans) > 1:
+        plan, steps = lookahead.merged_plans(plans)
     sources = Sources(
         undrafted=runtime.undrafted,
         adapters=runtime.adapters,
@@ -507,6 +532,7 @@ def batch_of(
         unknown_arrivals=unknown_arrivals,
         draft_probs=draft_probs,
         masks=readers.masks_of(state.readers, plan, state.sequences),
+        span=steps,
     )
     shapes = present_shapes(runtime)
     return pack(plan, state.sequences, shapes, runtime.blanks, runtime.chain, sources)

@@ -1,5 +1,4 @@
-"""Several steps at once, for a simulator: steps in which all running sequences decode, and nothing
-else happens.
+"""Several steps at once: steps in which all running sequences decode, and nothing else happens.
 
 Between the arrival of a request and the end of another one, the steps of a scheduler are often
 alike: each running sequence gets one token, and from time to time a block. `steps_ahead` returns
@@ -16,7 +15,7 @@ from types import MappingProxyType
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import NO_HASHES, Running
+from pagedjax.host.types import NO_HASHES, Plan, Running
 
 NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
@@ -64,12 +63,37 @@ def steps_ahead(state: SchedulerState, ends: Mapping[str, int] = NO_ENDS) -> int
     return low
 
 
+def may_span(state: SchedulerState, plan: Plan, steps: int) -> bool:
+    """Whether a plan and the plans after it are probably decodes of its rows, for so many steps. A
+    caller that predicts the plans finds out; it need not try where the answer is no.
+
+    Args:
+        state: after `schedule` returned the plan.
+    """
+    seqs = plan.seqs
+    if not seqs or plan.drafts or state.forked or len(seqs) < len(state.running.seqs):
+        return False
+    if any([length - start != 1 for length, start in zip(plan.lengths, plan.starts, strict=True)]):
+        return False
+    if not all([seq.request.advances_alone for seq in seqs]):
+        return False
+    steps_left = [seq.limit - length for seq, length in zip(seqs, plan.lengths, strict=True)]
+    if max(steps_left) < steps or (state.waiting and min(steps_left) < steps):
+        return False  # nothing is left to compute, or a waiting request enters
+    num_empty = state.pool.num_free - len(state.pool.idle)
+    return _blocks_for(state, steps) <= num_empty
+
+
 def _blocks_for(state: SchedulerState, steps: int) -> int:
     """The number of blocks that the running sequences need for some steps."""
     size = state.config.block_size
+    groups = state.config.groups
     rows = zip(state.running.seqs, state.running.computed, strict=True)
     return sum(
-        [max(0, blocks.needed(computed + steps, size) - len(seq.blocks)) for seq, computed in rows]
+        [
+            max(0, blocks.needed(computed + steps, size) * groups - len(seq.blocks))
+            for seq, computed in rows
+        ]
     )
 
 

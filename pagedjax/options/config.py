@@ -404,6 +404,11 @@ class EngineConfig:
     lookahead: steps that are sent to the device before the tokens of the current step are known
         (engine/lookahead.py). With 0, each step waits for the one before. 1 hides the host's work
         behind the device's. It changes no token.
+    decode_span: decode steps that one program computes, where the host knows that the next steps
+        are decodes of the same rows (device/span.py). With 1, each step is a program. It is for
+        devices that are faster than their host, such as GPUs. A new request waits until the span is
+        over. It changes no token and no plan, and excludes speculative, kv_policy and
+        batch_invariant.
     speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the
         names of vLLM's speculative_config; None is off. Unless its rule is "rejection", it changes
         no token. It excludes lookahead, because a draft follows known tokens, and lookahead sends a
@@ -462,6 +467,7 @@ class EngineConfig:
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
     lookahead: Annotated[int, Integers(0)] = 0
+    decode_span: Size = 1
     speculative: Speculative | None = None
     mesh: MeshConfig | None = None
     devices: tuple[int, ...] | None = None

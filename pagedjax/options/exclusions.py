@@ -36,6 +36,25 @@ ENGINE = (  # of an `EngineConfig`
         "or speculative=None",
     ),
     Exclusion(
+        ("decode_span", "speculative"),
+        lambda config: config.decode_span > 1 and config.speculative,
+        "decode_span is {config.decode_span} and speculative is {config.speculative.method!r}: a "
+        "draft follows known tokens, and the tokens of a span are known at its end; set "
+        "decode_span=1, or speculative=None",
+    ),
+    Exclusion(
+        ("decode_span", "kv_policy"),
+        lambda config: config.decode_span > 1 and config.kv_policy is not None,
+        "decode_span is {config.decode_span} and kv_policy is {config.kv_policy.name!r}, whose "
+        "rows of attention the host makes for each step; set decode_span=1, or kv_policy='full'",
+    ),
+    Exclusion(
+        ("decode_span", "batch_invariant"),
+        lambda config: config.decode_span > 1 and config.batch_invariant,
+        "decode_span is {config.decode_span} and batch_invariant is True: a span is another "
+        "program, which need not have the bits of single steps; set one of them to its default",
+    ),
+    Exclusion(
         ("batch_invariant", "speculative.rule"),
         lambda config: (
             config.batch_invariant

@@ -44,8 +44,8 @@ def llms(tiny):
 
 
 class Observed:
-    """An engine's results without times; how many steps it sent, and how many of them were not
-    predicted (`late`).
+    """An engine's results without times; how many steps it sent, how many programs computed them,
+    and how many of these began with a plan that was not predicted (`late`).
     """
 
     def __init__(self, engine) -> None:
@@ -53,16 +53,18 @@ class Observed:
         self.results = []
         self.steps = 0
         self.sent = 0
+        self.programs = 0
         self.late = 0
         self.preempted = 0
 
     def step(self):
         send = engine_state.send
 
-        def counted(runtime, state, cache, plan, previous=None, unsampled=frozenset()):
-            self.sent += 1
+        def counted(runtime, state, cache, run, previous=None, unsampled=frozenset()):
+            self.sent += len(run)
+            self.programs += 1
             self.late += previous is None
-            return send(runtime, state, cache, plan, previous, unsampled)
+            return send(runtime, state, cache, run, previous, unsampled)
 
         with mock.patch.object(engine_state, "send", counted):
             result = self.engine.step()
@@ -372,19 +374,21 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
         unsampled = set(lookahead.sampling(plan))
         partial, full = (
             lookahead.predict(
-                before, plan, policy, sequences, unsampled, plan_is_real=True, is_last=last
+                before, plan, policy, sequences, unsampled, real=None, is_last=last
             )
             for last in (True, False)
         )
         assert (partial is None) == (full is None)
         if partial and full:
-            assert partial[1] == full[1]._replace(seqs=partial[1].seqs)
-            assert [seq.blocks for seq in partial[1].seqs] == [seq.blocks for seq in full[1].seqs]
-            assert blocks.free_ids(partial[0].pool) == blocks.free_ids(full[0].pool)
+            assert partial.plan == full.plan._replace(seqs=partial.plan.seqs)
+            tables = [seq.blocks for seq in full.plan.seqs]
+            assert [seq.blocks for seq in partial.plan.seqs] == tables
+            assert partial.allocated == full.allocated
+            assert blocks.free_ids(partial.state.pool) == blocks.free_ids(full.state.pool)
             ended += len(
-                {seq.arrival for seq in plan.seqs} - {seq.arrival for seq in partial[1].seqs}
+                {seq.arrival for seq in plan.seqs} - {seq.arrival for seq in partial.plan.seqs}
             )
-            fuller += len(partial[0].pool.contents) < len(full[0].pool.contents)
+            fuller += len(partial.state.pool.contents) < len(full.state.pool.contents)
         engine.step()
     assert ended > 5, "few sequences ended in a prediction"
     assert (fuller > 5) == (not config), "only where all blocks are seen are names left out"

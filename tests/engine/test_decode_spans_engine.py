@@ -1,0 +1,118 @@
+"""Spans change which program computes a step and nothing else: plans, events and tokens are the
+same.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedjax import EngineConfig, SamplingParams
+from pagedjax.engine import lookahead
+from pagedjax.host.types import EMPTY_PLAN, Request, Seq
+from tests.engine.runs import greedy
+from tests.engine.test_lookahead import CONFIG, OFTEN, Observed, compare, make, tokens
+from tests.refusals import refused
+
+BUCKETS = (6, 24)  # of CONFIG's sequences, and of its step
+SETTINGS = ((2, 0), (4, 1), (8, 0))  # the steps of a span, lookahead
+
+
+def span_llm(tiny, span: int, depth: int, **config):
+    return make(tiny, depth, decode_span=span, token_buckets=BUCKETS, **config)
+
+
+@pytest.fixture(scope="module")
+def llms(tiny):
+    return {setting: span_llm(tiny, *setting) for setting in ((1, 0), *SETTINGS)}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_recordings_are_byte_identical_with_spans(llms, tmp_path, setting):
+    engines = llms[1, 0].engine, llms[setting].engine
+    pairs = [compare(engines, seed, tmp_path) for seed in range(3)]
+    for plain, _ in pairs:
+        assert plain.programs == plain.sent == plain.steps
+    assert sum(run.sent - run.programs for _, run in pairs) > 10, "there was no span"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_blocks": 20, "enable_prefix_caching": False},
+        {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001},
+        {"num_blocks": 10, "block_size": 8, "policy": "shortest"},
+        {"mixed_steps": False},
+        {"reservation": "pow2", "enable_prefix_caching": False},
+    ],
+    ids=["recomputed", "swapped", "shortest first", "separate steps", "reserved"],
+)
+def test_recordings_are_byte_identical_with_spans_in_other_modes(tiny, tmp_path, config):
+    engines = [
+        span_llm(tiny, span, depth, max_model_len=64, **config).engine
+        for span, depth in ((1, 0), (4, 2))
+    ]
+    kinds = {"kinds": ("plain", "stops", "penalties")} if "reservation" in config else {}
+    pairs = [compare(engines, seed, tmp_path, **kinds) for seed in range(3)]
+    assert sum(run.sent - run.programs for _, run in pairs) > 0, "there was no span"
+
+
+def test_rows_end_within_a_span_and_the_next_span_follows(llms):
+    """The ends are known in advance, so every step but the first is computed in a span or behind
+    one.
+    """
+    outcomes = []
+    for setting in ((1, 0), (4, 1)):
+        engine = llms[setting].engine
+        engine.reset()
+        for i in range(6):
+            engine.add(str(i), tokens(3 + i, i), greedy(30 + 3 * i))
+        run = Observed(engine)
+        run.finish()
+        outcomes.append(run)
+    plain, spans = outcomes
+    assert spans.results == plain.results
+    assert spans.late == 1
+    assert spans.sent == spans.steps
+    assert spans.programs <= 2 + spans.steps // 4 + 3
+
+
+def test_a_stop_within_a_span_costs_no_other_row_a_step(llms):
+    """The steps of a span behind a stop are used: the row of the sequence that ended is ignored."""
+    engine = llms[4, 1].engine
+    engine.reset()
+    # one block is enough for each, so that no allocation differs after a stop
+    for i in range(6):
+        params = SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop_token_ids=list(OFTEN))
+        engine.add(str(i), tokens(4, i), params)
+    run = Observed(engine)
+    stops = sum(
+        any(getattr(event, "reason", None) == "stop" for event in result.events)
+        for result in run.finish()
+    )
+    assert stops >= 4
+    assert run.programs < run.steps
+
+
+def test_merged_plans_have_last_tables_and_the_steps_of_each_row():
+    seqs = tuple([Seq(Request(f"r{i}", 3, 9), i, 20, 4, 3, (i + 1,)) for i in range(3)])
+    first = EMPTY_PLAN._replace(seqs=seqs, lengths=(4,) * 3, starts=(3,) * 3, counts=(1,) * 3)
+    grown = seqs[2]._replace(blocks=(0, 9))
+    second = first._replace(seqs=(seqs[0], grown), lengths=(5, 5), starts=(4, 4), counts=(1, 1))
+    merged, steps = lookahead.merged_plans([first, second])
+    assert steps == [2, 1, 2]
+    assert [seq.blocks for seq in merged.seqs] == [(1,), (2,), (3, 9)]
+    assert merged.lengths == first.lengths
+    places = lookahead.places_in_span([first, second])
+    assert [list(place.rows) for place in places] == [[0, 1, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("value", [0, True, 1.5])
+def test_an_invalid_span_is_refused(value):
+    with refused(r"decode_span is .*; it must be an integer of at least 1"):
+        EngineConfig(decode_span=value)
+
+
+def test_a_span_needs_a_bucket_of_decodes(tiny):
+    with refused(r"decode_span is 4, .*\(24,\) has more tokens than max_num_seqs 6.*add the bucket 6"):
+        make(tiny, 0, **CONFIG | {"decode_span": 4})
