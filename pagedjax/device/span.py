@@ -45,9 +45,7 @@ def decode_span(one_step: OneStep, cache: KVCache, batch: Batch) -> tuple[KVCach
     return cache, all_tokens
 
 
-def _step_of(
-    first: Batch, span: Span, i: jax.Array, tokens: jax.Array, block_size: int
-) -> Batch:
+def _step_of(first: Batch, span: Span, i: jax.Array, tokens: jax.Array, block_size: int) -> Batch:
     """The batch of step i of a span.
 
     A row without a token in this step is like padding: its table and its slots are the trash block.

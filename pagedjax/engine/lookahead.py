@@ -398,7 +398,9 @@ def predict(
         return None
     blocks = _allocated(after, predicted)
     kept = after.pool if real is None else real
-    if any([block in kept.owners or block in kept.hashes or block in allocated for block in blocks]):
+    if any(
+        [block in kept.owners or block in kept.hashes or block in allocated for block in blocks]
+    ):
         # cached content would be lost, or blocks that a step in the place of a wrong prediction
         # would read
         return None

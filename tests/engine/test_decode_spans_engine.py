@@ -114,5 +114,7 @@ def test_an_invalid_span_is_refused(value):
 
 
 def test_a_span_needs_a_bucket_of_decodes(tiny):
-    with refused(r"decode_span is 4, .*\(24,\) has more tokens than max_num_seqs 6.*add the bucket 6"):
+    with refused(
+        r"decode_span is 4, .*\(24,\) has more tokens than max_num_seqs 6.*add the bucket 6"
+    ):
         make(tiny, 0, **CONFIG | {"decode_span": 4})

@@ -373,9 +373,7 @@ def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, co
         sequences = engine._state.sequences
         unsampled = set(lookahead.sampling(plan))
         partial, full = (
-            lookahead.predict(
-                before, plan, policy, sequences, unsampled, real=None, is_last=last
-            )
+            lookahead.predict(before, plan, policy, sequences, unsampled, real=None, is_last=last)
             for last in (True, False)
         )
         assert (partial is None) == (full is None)

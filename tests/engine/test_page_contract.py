@@ -4,8 +4,10 @@ cut, shared, copied, moved, given back or found again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import chex
 import numpy as np
@@ -15,6 +17,7 @@ from experiments.training import train_draft
 from pagedjax import BeamSearchParams
 from pagedjax.device.draft_model import of_decoder
 from pagedjax.device.models.eagle import eagle_config
+from pagedjax.engine import state as engine_state
 from pagedjax.weights.draft_model import write_eagle
 from tests.device.test_llama import chosen
 from tests.engine.page_kinds import (
@@ -93,6 +96,24 @@ def test_tokens_do_not_depend_on_how_pages_are_kept(
         options = options | {"speculative": drafter}
     llm = small_llm(subject.loaded, **options)
     check_same(tokens_of(llm, rounds=2), subject.expected * 2)
+
+
+@pytest.mark.slow
+@of_all_kinds
+def test_tokens_do_not_depend_on_spans(subject):
+    """Ends within a span, and a state that must not be written behind an end: a second round finds
+    what the first one left in the cache.
+    """
+    params = replace(PARAMS, logprobs=None)
+    spans = {"decode_span": 4, "lookahead": 1, "token_buckets": (8, 64), "block_size": 4}
+    llm = small_llm(subject.loaded, **spans)
+    expected = [tokens for tokens, _ in subject.expected]
+    with mock.patch.object(engine_state, "send", wraps=engine_state.send) as send:
+        for _ in range(2):
+            outputs = llm.generate(prompts(), params)
+            assert [branch.token_ids for output in outputs for branch in output.outputs] == expected
+    runs = [call.args[3] for call in send.call_args_list]
+    assert sum(len(run) > 1 for run in runs) > 2, "there was no span"
 
 
 def draft_head(folder: Path, subject: Subject) -> Path:
