@@ -238,6 +238,7 @@ class Engine:
         """What another engine needs to go on with an unfinished sequence, and nothing changes here
         (`handover`).
         """
+        self._settle("before you hand a sequence over")
         return handovers.handover(self.runtime, self._state, request_id)
 
     def has_room(self, handover: Handover) -> bool:
@@ -289,6 +290,7 @@ class Engine:
             ValueError: see `handover.adopt`. The engine is unchanged.
         """
         self._check_awake()
+        self._settle("before you adopt a sequence")
         after, adopted = handovers.adopt(
             self.runtime, self._state, request_id, handover, fetch, grammar=grammar
         )
@@ -383,6 +385,7 @@ class Engine:
                 "before you update parameters, or say what becomes of them: pending='restart' "
                 "computes again what they have in the cache, 'keep' goes on with it"
             )
+        self._settle("before you update parameters")
         self.runtime = self.runtime.with_params(tree)
         self._dropped = False
         # ids of arrays that are gone may come again
@@ -444,14 +447,17 @@ class Engine:
         Args:
             before: what the caller wants to do, as the end of a sentence.
         """
+        self._check_result_taken(before)
+        if self.has_work:
+            raise ValueError(
+                f"{self._state.unfinished} sequences are unfinished; finish or cancel them {before}"
+            )
+
+    def _check_result_taken(self, before: str) -> None:
         if self._state.result:
             raise ValueError(
                 "an interrupt came between the last step and its caller, who did not get the "
                 f"result; call step() once, which returns it, {before}"
-            )
-        if self.has_work:
-            raise ValueError(
-                f"{self._state.unfinished} sequences are unfinished; finish or cancel them {before}"
             )
 
     def _check_awake(self) -> None:
@@ -481,7 +487,8 @@ class Engine:
         old_state = self._state
         if old_state.result is None:
             try:
-                after, result = state.step(self.runtime, old_state, self._schedule(now))
+                scheduled = None if old_state.in_flight else self._schedule(now)
+                after, result = state.step(self.runtime, old_state, scheduled, now)
                 self._set(after._replace(result=result))
             except BaseException:
                 if self._state is old_state:  # its cache was donated
@@ -490,6 +497,25 @@ class Engine:
         result = self._state.result
         self._state = self._state._replace(result=None)
         return result
+
+    def _settle(self, before: str) -> None:
+        """Commit the plan in flight, if there is one, so that all tokens are known. The next call of
+        `step` returns its result.
+
+        Args:
+            before: what the caller wants to do, as the end of a sentence.
+        """
+        old_state = self._state
+        if old_state.in_flight is None:
+            return
+        self._check_result_taken(before)
+        try:
+            after, result = state.settle(self.runtime, old_state)
+            self._set(after._replace(result=result))
+        except BaseException:
+            if self._state is old_state:
+                self._set(state.roll_back(old_state))
+            raise
 
     def _schedule(self, now: float | None = None) -> ScheduledStep:
         """What the next step will compute. Processes that share an engine agree on it here

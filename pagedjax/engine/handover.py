@@ -178,7 +178,6 @@ def release(state: EngineState, name: str) -> EngineState:
         scheduler=after,
         sequences=state.sequences.delete(name),
         readers=readers.without(state.readers, [name]),
-        ahead=state.ahead._replace(last=None),  # as in `state.cancel`
         log=(*state.log, Release(released)),
     )
 

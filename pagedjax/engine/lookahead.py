@@ -28,8 +28,8 @@ import numpy as np
 from pagedjax.device.cache import KVCache
 from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.device.step import StepOutput
-from pagedjax.engine.requests import SequenceData, sequences_of_rows
-from pagedjax.host import decode_spans, scheduler
+from pagedjax.engine.requests import SequenceData
+from pagedjax.host import decode_spans, late, scheduler
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
 from pagedjax.host.prefix_sharing import rows_that_fill
@@ -38,7 +38,6 @@ from pagedjax.host.types import Plan, SchedulerConfig, Seq, pick
 
 NO_TOKEN = -1  # stands for an unknown token; it stops no sequence
 NO_BLOCKS: frozenset[int] = frozenset()
-ROW_COLUMNS = ("seqs", "lengths", "starts", "counts")  # of a plan without drafts
 
 
 class PlaceInSpan(NamedTuple):
@@ -90,6 +89,12 @@ class SentStep(NamedTuple):
     def begins_program(self) -> bool:
         """Whether it is the first step of its program."""
         return self.place is None or self.place.step == 0
+
+
+    @property
+    def is_last_of_program(self) -> bool:
+        """Whether its program computes no step behind it, so that `output.fed` has its tokens."""
+        return self.place is None or self.place.step + 1 == len(self.output.sampled.tokens)
 
 
 class Prediction(NamedTuple):
@@ -169,10 +174,7 @@ def _without_ended(
     ended = [predicted.seqs[j] for j in set(range(len(predicted.seqs))).difference(rows)]
     for seq in sorted(ended, key=lambda seq: seq.arrival):
         state, _ = scheduler.cancel(state, seq.request.request_id, "stop")
-    ended_arrivals = {seq.arrival for seq in ended}
-    left = [i for i, seq in enumerate(plan.seqs) if seq.arrival not in ended_arrivals]
-    columns = {name: pick(getattr(plan, name), left) for name in ROW_COLUMNS}
-    return state, plan._replace(**columns)
+    return state, plan
 
 
 def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
@@ -225,7 +227,7 @@ def extend(
     if sent and last is None:
         return cache, ahead  # the last predictions start from the state after them
     last = last or (state, plan)
-    unknown_arrivals = set(sampling(plan))
+    unknown_arrivals = unknown_after(state, plan)
     for step in sent:
         if step.begins_program:  # the rows of a span are those of its first step
             unknown_arrivals.update(sampling(step.plan))
@@ -254,6 +256,15 @@ def extend(
         unknown_arrivals.update(sampling(predicted.plan))
         last = run[-1].state, run[-1].plan
     return cache, Lookahead(sent, last if sent else None)
+
+
+def unknown_after(state: SchedulerState, plan: Plan) -> set[int]:
+    """Arrivals of the sequences whose newest token the host does not know.
+
+    Args:
+        state: after the plan was scheduled.
+    """
+    return {arrival for sent in state.in_flight or (plan,) for arrival in sampling(sent)}
 
 
 def sampling(plan: Plan) -> list[int]:
@@ -379,21 +390,28 @@ def predict(
         allocated: blocks that the predicted plans before this one take.
         is_last: whether no other prediction starts from this one.
     """
-    if not plan.seqs or any([seq.request.request_id not in sequences for seq in plan.seqs]):
-        return None  # sequences of a predicted plan were cancelled
-    rows = sequences_of_rows(plan, sequences)
-    if state.waiting and any([data.stop_ids or data.params.stop for data in rows]):
+    oldest = state.in_flight[0] if state.in_flight else plan
+    if state.in_flight:  # the records of a late plan have not all hashes
+        records = late.records_of(state, oldest)
+        oldest = oldest._replace(seqs=tuple(map(_present, oldest.seqs, records)))
+    rows = [sequences.get(seq.request.request_id) for seq in oldest.seqs]
+    if state.waiting and any([row and (row.stop_ids or row.params.stop) for row in rows]):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    hashes = _placeholder_hashes(plan, rows, state.config, is_last)
-    after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
+    hashes = _placeholder_hashes(oldest, rows, state.config, is_last)
+    after, _ = scheduler.commit(state, oldest, [NO_TOKEN] * len(oldest.seqs), hashes)
     # a timed policy gets the time of the plan; a plan that depends on a later one is not sent
-    predicted, next_plan = scheduler.schedule(after, policy, now=plan.now)
+    planned = scheduler.schedule_next(after, policy, now=plan.now)
+    if planned is None:
+        return None
+    predicted, next_plan = planned
     if (
         not next_plan.seqs
         or next_plan.preempted
         or next_plan.copies
         or next_plan.swap_in
         or next_plan.swap_out
+        # a branch was cancelled before its fork, and the prediction forked it
+        or any([seq.request.request_id not in sequences for seq in next_plan.seqs])
     ):
         return None
     blocks = _allocated(after, predicted)
@@ -410,6 +428,11 @@ def predict(
             # an unknown token must come from the step just before; here an earlier step sampled it
             return None
     return Prediction(predicted, next_plan, blocks)
+
+
+def _present(planned: Seq, present: Seq | None) -> Seq:
+    """The present record of a sequence, if it is unfinished."""
+    return planned if present is None else present
 
 
 def _allocated(before: SchedulerState, after: SchedulerState) -> list[int]:
@@ -431,7 +454,7 @@ def _allocated(before: SchedulerState, after: SchedulerState) -> list[int]:
 
 
 def _placeholder_hashes(
-    plan: Plan, rows: Sequence[SequenceData], config: SchedulerConfig, is_last: bool
+    plan: Plan, rows: Sequence[SequenceData | None], config: SchedulerConfig, is_last: bool
 ) -> dict[str, tuple[str, ...]]:
     """Placeholders for the hashes of the blocks that a plan fills and whose tokens are unknown, by
     the id of the sequence.
@@ -448,7 +471,8 @@ def _placeholder_hashes(
             continue
         full = (plan.starts[i] + plan.counts[i]) // size
         hashed = len(seq.hashes)
-        if full > hashed and rows[i].root is not None:
+        row = rows[i]
+        if full > hashed and row is not None and row.root is not None:
             blocks = range(hashed, full)
             hashes[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in blocks)
     return hashes

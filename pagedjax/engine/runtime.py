@@ -234,9 +234,20 @@ def build(
         draft_model=draft_model,
         undrafted=inputs.drafted,
         adapters=table,
-        spare=max((resolved.lookahead + 1) * sizes.span - 1, sizes.drafts),
+        spare=max(_steps_ahead(resolved), sizes.drafts),
         **compiled._asdict(),
     )
+
+
+def sends_ahead(config: Resolved) -> bool:
+    """Whether programs take tokens of the program before, which the host does not know yet."""
+    return config.lookahead > 0 or config.late_stops
+
+
+def _steps_ahead(config: Resolved) -> int:
+    """The most tokens of a sequence that are computed and not known on the host."""
+    programs = config.lookahead + config.late_stops + 1
+    return programs * config.decode_span - 1
 
 
 class ProgramSpec(NamedTuple):
@@ -384,7 +395,7 @@ def _blank_inputs(
     sampling = {r: _on_devices(blank_sampling(r, chain), model) for r in rows}
     rejection = config.speculative is not None and config.speculative.rule == "rejection"
     drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
-    sources = Sources(drafted, table, config.lookahead > 0)
+    sources = Sources(drafted, table, sends_ahead(config))
     steps = {shape: blank_batch(sizes, shape, sampling, chain, sources) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     on_device = [blank for r, blank in drafted.items() if r <= sizes.max_seqs]
@@ -517,8 +528,7 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
-        looks_ahead = runtime.config.lookahead > 0
-        sources = Sources(runtime.undrafted, runtime.adapters, looks_ahead)
+        sources = Sources(runtime.undrafted, runtime.adapters, sends_ahead(runtime.config))
         blank = blank_batch(runtime.shapes, shape, runtime.blanks, runtime.chain, sources)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)

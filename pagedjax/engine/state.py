@@ -43,9 +43,9 @@ from pagedjax.engine.outcome import NewRequest, Outcome
 from pagedjax.engine.pack import Sources, pack, pack_drafts
 from pagedjax.engine.readers import Readers
 from pagedjax.engine.requests import EngineRequest, Sequences
-from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
+from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs, sends_ahead
 from pagedjax.engine.taps import StepTaps, TapsBegin
-from pagedjax.host import scheduler
+from pagedjax.host import late, scheduler
 from pagedjax.host.event_log import (
     Cancel,
     Commit,
@@ -56,6 +56,8 @@ from pagedjax.host.event_log import (
     Submit,
     Update,
 )
+from pagedjax.host.drafts import Sample
+from pagedjax.host.policies import Policy
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import (
     NO_DRAFTS,
@@ -64,7 +66,9 @@ from pagedjax.host.types import (
     FinishReason,
     Pending,
     Plan,
+    Running,
     StepResult,
+    pick,
 )
 from pagedjax.options.params import SamplingParams
 
@@ -72,10 +76,22 @@ from pagedjax.options.params import SamplingParams
 LogEntry = Entry | TapsBegin | StepTaps
 
 
+class InFlight(NamedTuple):
+    """A real plan that the device computes.
+
+    rows: of each row of the plan, its row in the sent step. A predicted step may have further rows.
+    """
+
+    plan: Plan
+    sent: SentStep
+    rows: Sequence[int]
+
+
 class EngineState(NamedTuple):
     """scheduler: the scheduler's state: queues, block tables, counts.
     sequences: tokens and sampling of every unfinished sequence.
     ahead: predicted steps on the device.
+    in_flight: with `late_stops`, the plan on the device that is not committed yet.
     cache: keys and values on the device; None until the next step allocates it.
     drafting: what is known of drafts; None without speculation.
     host_cache: the swap space, in host memory; None without swapping.
@@ -99,10 +115,14 @@ class EngineState(NamedTuple):
     readers: Readers = Map()
     params_version: int = 0
     began: float = 0.0
+    in_flight: InFlight | None = None
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running.seqs or self.result)
+        scheduled = self.scheduler
+        return bool(
+            scheduled.waiting or scheduled.running.seqs or scheduled.in_flight or self.result
+        )
 
     @property
     def unfinished(self) -> int:
@@ -164,27 +184,27 @@ def cancel(
         scheduler=new_state,
         log=(*state.log, Cancel(sequence_id, reason, events)),
     )
-    return with_events(state, events, old_state), events
+    return with_events(state, events, old_state.running), events
 
 
 def with_events(
-    state: EngineState, events: Sequence[Event], before: SchedulerState, spare: int = 0
+    state: EngineState, events: Sequence[Event], before: Running, spare: int = 0
 ) -> EngineState:
     """Append the new tokens of events, and drop the sequences that ended.
 
     Args:
-        before: the scheduler's state before the transition that gave the events.
+        before: the running sequences before the transition that gave the events.
         spare: see `requests.appended`.
     """
     ended = {event.request_id: event for event in events if isinstance(event, Finished)}
     if not ended:
-        sequences = requests.apply_events(state.sequences, events, before.running, spare)
+        sequences = requests.apply_events(state.sequences, events, before, spare)
         return state._replace(sequences=sequences)
     tokens = [event for event in events if not isinstance(event, Finished)]
-    sequences = requests.apply_events(state.sequences, tokens, before.running, spare)
+    sequences = requests.apply_events(state.sequences, tokens, before, spare)
     if state.drafting:  # the drafter learns from the last tokens of ended sequences, too
         drafting.show_ended_outputs(state.drafting, ended, sequences)
-    sequences = requests.apply_events(sequences, tuple(ended.values()), before.running)
+    sequences = requests.apply_events(sequences, tuple(ended.values()), before)
     return state._replace(sequences=sequences, readers=readers.without(state.readers, ended))
 
 
@@ -237,6 +257,7 @@ def roll_back(state: EngineState) -> EngineState:
         scheduler=scheduler.restart(state.scheduler),
         readers=readers.restarted(state.readers),
         ahead=Lookahead(),
+        in_flight=None,
         cache=None,
         log=(*state.log, Restart()),
     )
@@ -290,67 +311,100 @@ def schedule(
             runtime.shapes.vocab_size,
             token_masks.matchers_in(state.readers),
         )
-    if runtime.policy.timed and now is None:
-        now = max(0.0, round(started - state.began, 6))
+    now = _time_for(runtime.policy, state, started, now)
     after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered, now)
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
 
 
-class SentPlan(NamedTuple):
-    """A plan that the device computes, and what was sent to the device behind it.
+def _time_for(
+    policy: Policy, state: EngineState, started: float, now: float | None
+) -> float | None:
+    """The time for a policy, in seconds since the scheduler began.
 
-    rows: of each row of the plan, its row in the sent step. A predicted step may have further rows.
+    Args:
+        started: seconds of time.perf_counter.
+        now: the time that was given; None: a timed policy gets that of the clock.
     """
-
-    cache: KVCache
-    sent: SentStep
-    rows: Sequence[int]
-    ahead: Lookahead
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the device goes on with predicted steps when this one is done."""
-        return any(step.sent_at > self.sent.sent_at for step in self.ahead.sent)
+    if policy.timed and now is None:
+        return max(0.0, round(started - state.began, 6))
+    return now
 
 
 def step(
-    runtime: Runtime, state: EngineState, scheduled: ScheduledStep | None = None
+    runtime: Runtime,
+    state: EngineState,
+    scheduled: ScheduledStep | None = None,
+    now: float | None = None,
 ) -> tuple[EngineState, StepResult]:
     """Run one step. The old state must not be used again: its cache is donated.
 
+    With `late_stops`, a plan may be in flight already; then the next one is sent before the tokens
+    of the older one are read.
+
     Args:
-        scheduled: what `schedule` returned for this state; None calls it.
+        scheduled: what `schedule` returned for this state; None calls it. With a plan in flight,
+            it is not read.
+        now: for the plan behind the one in flight, as in `schedule`.
     """
-    scheduled = scheduled or schedule(runtime, state)
-    plan = scheduled.plan
-    computed = compute(runtime, state, scheduled)
-    sent = computed.sent
+    beginning = Beginning.now()
+    if state.in_flight is None:
+        scheduled = scheduled or schedule(runtime, state, now=now)
+        beginning = Beginning(scheduled.started, scheduled.compiled)
+        state = compute(runtime, with_schedule(state, scheduled), scheduled.plan)
+    assert state.in_flight is not None, "a plan was just sent"
+    current = state.in_flight
+    if runtime.config.late_stops:
+        state = compute_next(runtime, state, now)
+    return finish(runtime, state, current, beginning)
+
+
+class Beginning(NamedTuple):
+    """When a step begins.
+
+    started: seconds of time.perf_counter.
+    compiled: how many programs this process had compiled by then; a policy may compile some.
+    """
+
+    started: float
+    compiled: int
+
+    @staticmethod
+    def now() -> Beginning:
+        return Beginning(time.perf_counter(), compilations.compilations())
+
+
+def finish(
+    runtime: Runtime, state: EngineState, current: InFlight, beginning: Beginning
+) -> tuple[EngineState, StepResult]:
+    """Read the tokens of the oldest plan in flight, and commit it."""
+    plan = current.plan
+    sent = current.sent
+    started = beginning.started
+    overlaps = _overlaps(state, sent)
     # a predicted step may have ended before this call began
-    was_done = not computed.overlaps and sent.sent_at < scheduled.started and sent.ready
+    was_done = not overlaps and sent.sent_at < started and sent.ready
     tokens = sent.tokens
     arrived = time.perf_counter()
 
     if plan.drafts:
         sampled = drafting.verified(plan, state.sequences, tokens)
     else:
-        sampled = tokens[list(computed.rows)].tolist()
-    data = requests.sequences_of_rows(plan, state.sequences)
-    outcome = Outcome(plan, sent, computed.rows, sampled, data)
-    state, events, outputs = commit(runtime, state, scheduled, computed, outcome)
+        sampled = tokens[list(current.rows)].tolist()
+    state, events, outputs = commit(runtime, state, current, sampled)
 
     finished = time.perf_counter()
-    busy_until = finished if computed.overlaps else arrived
-    busy_seconds = sent.draft_seconds + busy_until - max(scheduled.started, sent.sent_at)
+    busy_until = finished if overlaps else arrived
+    busy_seconds = sent.draft_seconds + busy_until - max(started, sent.sent_at)
     result = StepResult(
         plan=plan,
         events=events,
-        started=scheduled.started,
+        started=started,
         finished=finished,
         device_seconds=0.0 if was_done else busy_seconds,
         draft_seconds=sent.draft_seconds,
         draft_rows=sent.draft_rows,
         padded_tokens=sent.padded_tokens,
-        compilations=compilations.compilations() - scheduled.compiled,
+        compilations=compilations.compilations() - beginning.compiled,
         outputs=outputs,
         params_version=state.params_version,
     )
@@ -359,52 +413,109 @@ def step(
     return state, result
 
 
+def settle(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]:
+    """Commit the plan in flight, with no other plan behind it."""
+    assert state.in_flight is not None, "there is a plan to commit"
+    return finish(runtime, state, state.in_flight, Beginning.now())
+
+
+def _overlaps(state: EngineState, sent: SentStep) -> bool:
+    """Whether the device goes on with other steps when this one is done."""
+    steps = [*state.ahead.sent]
+    if state.in_flight is not None:
+        steps.append(state.in_flight.sent)
+    return any(step.sent_at > sent.sent_at for step in steps)
+
+
 def commit(
-    runtime: Runtime,
-    state: EngineState,
-    scheduled: ScheduledStep,
-    computed: SentPlan,
-    outcome: Outcome,
+    runtime: Runtime, state: EngineState, current: InFlight, sampled: Sequence[Sample]
 ) -> tuple[EngineState, tuple[Event, ...], Mapping[str, Any]]:
     """Let the readers read what a step computed, and add it to the state -> (state, events, outputs
     of the readers).
     """
+    outcome = outcome_of(state, current, sampled)
     plan = outcome.plan
-    sampled = outcome.sampled
     selection = runtime.shapes.selection
     hashes = requests.hashes_of_filled(
         plan,
         state.sequences,
         runtime.config.block_size,
-        sampled,
+        outcome.sampled,
         dense_prompts=selection is not None and selection.dense_prompts,
     )
     read = readers.read(state.readers, outcome)
-    after, events = scheduler.commit(scheduled.scheduler, plan, sampled, hashes, read.choices)
+    after, events = scheduler.commit(state.scheduler, current.plan, sampled, hashes, read.choices)
 
     tap_parts = read.outputs.get("taps")
     log: list[LogEntry] = [StepTaps(tap_parts)] if tap_parts else []
-    log.append(Schedule(plan, scheduled.offered, scheduled.started))
-    log.append(Commit(plan, sampled, hashes, read.choices, events))
+    log.append(Commit(current.plan, sampled, hashes, read.choices, events))
+    in_flight = None if state.in_flight is current else state.in_flight
     state = state._replace(
-        scheduler=after,
-        readers=read.readers,
-        ahead=computed.ahead,
-        cache=computed.cache,
-        log=(*state.log, *log),
+        scheduler=after, readers=read.readers, in_flight=in_flight, log=(*state.log, *log)
     )
-    state = with_events(state, events, scheduled.scheduler, runtime.spare)
+    computed = Running(plan.seqs, plan.lengths, plan.starts)
+    state = with_events(state, events, computed, runtime.spare)
     for request_id, reason in read.ends.items():
         state, cancelled = cancel(state, request_id, reason)
         events += cancelled
     return state, events, read.outputs
 
 
-def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> SentPlan:
-    """Take the predicted step that has computed the plan, or send the plan to the device; then send
-    predicted steps behind it.
+def outcome_of(state: EngineState, current: InFlight, sampled: Sequence[Sample]) -> Outcome:
+    """What a step computed of the sequences that are unfinished. Others were cancelled while the
+    device computed the step.
     """
-    plan = scheduled.plan
+    plan = current.plan
+    rows = current.rows
+    if state.scheduler.in_flight:
+        records = late.records_of(state.scheduler, plan)
+        alive = [i for i, seq in enumerate(records) if seq is not None]
+        plan = plan._replace(
+            seqs=tuple([seq for seq in records if seq is not None]),
+            lengths=pick(plan.lengths, alive),
+            starts=pick(plan.starts, alive),
+            counts=pick(plan.counts, alive),
+        )
+        rows = [rows[i] for i in alive]
+        sampled = [sampled[i] for i in alive]
+    data = requests.sequences_of_rows(plan, state.sequences)
+    return Outcome(plan, current.sent, rows, sampled, data)
+
+
+def with_schedule(state: EngineState, scheduled: ScheduledStep) -> EngineState:
+    """The state after a plan was made."""
+    entry = Schedule(scheduled.plan, scheduled.offered, scheduled.started)
+    return state._replace(scheduler=scheduled.scheduler, log=(*state.log, entry))
+
+
+def compute_next(runtime: Runtime, state: EngineState, now: float | None = None) -> EngineState:
+    """The state after the plan behind that in flight was made and sent, before the tokens of the
+    plan in flight are known; the same state if the next plan depends on them.
+
+    Args:
+        now: as in `schedule`.
+    """
+    current = state.in_flight
+    assert current is not None, "the caller has sent it"
+    if readers.decide(state.readers, current.plan):
+        return state
+    started = time.perf_counter()
+    now = _time_for(runtime.policy, state, started, now)
+    planned = scheduler.schedule_late(state.scheduler, runtime.policy, now)
+    if planned is None:
+        return state
+    after, plan = planned
+    scheduled = ScheduledStep(after, plan, 0, NO_DRAFTS, started, 0)
+    return compute(runtime, with_schedule(state, scheduled), plan)
+
+
+def compute(runtime: Runtime, state: EngineState, plan: Plan) -> EngineState:
+    """Take the predicted step that has computed the plan, or send the plan to the device; then send
+    predicted steps behind it. The plan is in flight now.
+
+    Args:
+        state: after the plan was made. If another plan is in flight, its tokens are unknown.
+    """
     foresight = Foresight(
         policy=runtime.policy,
         sequences=state.sequences,
@@ -416,16 +527,34 @@ def compute(runtime: Runtime, state: EngineState, scheduled: ScheduledStep) -> S
     cache = runtime.new_cache() if state.cache is None else state.cache
     ahead, sent, rows = lookahead.take_predicted(state.ahead, plan)
     if sent is None:
-        run = lookahead.first_run(plan, scheduled.scheduler, foresight)
-        cache, steps = send(runtime, state, cache, run)
+        run = lookahead.first_run(plan, state.scheduler, foresight)
+        before = state.in_flight
+        if before is None:
+            cache, steps = send(runtime, state, cache, run)
+        elif before.sent.is_last_of_program:
+            unknown_arrivals = set(lookahead.sampling(before.plan))
+            cache, steps = send(runtime, state, cache, run, before.sent, unknown_arrivals)
+        else:  # the predictions behind it in its span are wrong, and the span gives its last tokens
+            write_tokens(state, before)
+            cache, steps = send(runtime, state, cache, run)
         sent = steps[0]
         rows = range(len(plan.seqs))
         ahead = Lookahead(steps[1:], run[-1][:2] if steps[1:] else None)
     if foresight.depth:
         cache, ahead = lookahead.extend(
-            ahead, sent, scheduled.scheduler, plan, foresight, cache, partial(send, runtime, state)
+            ahead, sent, state.scheduler, plan, foresight, cache, partial(send, runtime, state)
         )
-    return SentPlan(cache, sent, rows, ahead)
+    return state._replace(cache=cache, ahead=ahead, in_flight=InFlight(plan, sent, rows))
+
+
+def write_tokens(state: EngineState, current: InFlight) -> None:
+    """Write the tokens of the plan in flight behind the known ones. Waits for the device."""
+    tokens = current.sent.tokens
+    rows = zip(current.plan.seqs, current.plan.lengths, current.rows, strict=True)
+    for seq, length, row in rows:
+        data = state.sequences.get(seq.request.request_id)
+        if data is not None:
+            data.tokens[length] = tokens[row]
 
 
 def has_span(runtime: Runtime, state: EngineState, plan: Plan) -> bool:
@@ -527,7 +656,7 @@ def batch_of(
     sources = Sources(
         undrafted=runtime.undrafted,
         adapters=runtime.adapters,
-        looks_ahead=runtime.config.lookahead > 0,
+        looks_ahead=sends_ahead(runtime.config),
         previous=previous,
         unknown_arrivals=unknown_arrivals,
         draft_probs=draft_probs,

@@ -279,10 +279,13 @@ def _advance(
             now = body.get("now")
             if now is not None and not _is_time(now):
                 raise ValueError(f"now is {now!r}; it must be a number of seconds, 0 or more")
-            state, plan = scheduler.schedule(state, policy, offered, now)
+            planned = scheduler.schedule_next(state, policy, offered, now)
+            if planned is None:
+                raise ValueError("a second plan that depends on the tokens of the first one")
+            state, plan = planned
             return state, Schedule(plan, offered)
         case "commit":
-            return _commit(state, plan, body)
+            return _commit(state, state.in_flight[0] if state.in_flight else plan, body)
         case "cancel":
             request_id = body["request_id"]
             reason = body["reason"]

@@ -57,6 +57,7 @@ from pagedjax.host import (
     blocks,
     branches,
     checkpoints,
+    late,
     policy_memory,
     prefix_sharing,
     step_kinds,
@@ -117,6 +118,8 @@ __all__ = [
     "restart",
     "running",
     "schedule",
+    "schedule_late",
+    "schedule_next",
     "submit",
     "update",
 ]
@@ -143,7 +146,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
         minimum = 0 if name == "host_blocks" else 1
         if value < minimum:
             raise ValueError(f"{name} is {value}; it must be at least {minimum}")
-    for name in ("chunked_prefill", "mixed_steps"):
+    for name in ("chunked_prefill", "mixed_steps", "late_stops"):
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
@@ -252,7 +255,41 @@ def schedule(
         active = active.concat(idle)
     if state.news is not None:
         state = state._replace(news=tuple(_events_of_plan(plan)))
+    if config.late_stops:
+        state = state._replace(in_flight=(*state.in_flight, plan))
     return state._replace(pool=pool, running=active), plan
+
+
+def schedule_late(
+    state: SchedulerState, policy: Policy | str, now: float | None = None
+) -> tuple[SchedulerState, Plan] | None:
+    """Decides what the step after the plan in flight computes, before the tokens of that plan are
+    known (late.py). The caller commits the older plan next.
+
+    Returns:
+        (state, plan); None if the tokens must be known first, or nothing is left to compute: then
+        the caller commits the plan in flight, and calls `schedule`.
+
+    Raises:
+        ValueError, OwnError: see `schedule`.
+    """
+    ready = late.advanced(state)
+    if ready is None:
+        return None
+    after, plan = schedule(ready, policy, now=now)
+    return (after, plan) if late.is_certain(plan) else None
+
+
+def schedule_next(
+    state: SchedulerState,
+    policy: Policy | str,
+    offered: Mapping[str, int] = NO_DRAFTS,
+    now: float | None = None,
+) -> tuple[SchedulerState, Plan] | None:
+    """`schedule_late` if a plan is in flight, else `schedule`."""
+    if state.in_flight:
+        return schedule_late(state, policy, now)
+    return schedule(state, policy, offered, now)
 
 
 class Beginning(NamedTuple):
@@ -575,11 +612,14 @@ def commit(
         ValueError: the plan is not the one that `schedule` returned with this state, or was
             committed already; or the number of samples is not the number of rows.
     """
-    if plan.step != state.step:
+    step = state.in_flight[0].step if state.in_flight else state.step
+    if plan.step != step:
         raise ValueError(
-            f"the plan is of step {plan.step} and the state is at step {state.step}; commit a plan "
+            f"the plan is of step {plan.step} and the state is at step {step}; commit a plan "
             "once, to the state that schedule returned with it"
         )
+    if len(state.in_flight) > 1:
+        return _commit_late(state, plan, sampled, hashes)
     rows = drop_cancelled(accept_drafts(plan, sampled), state.running)
     grouped = [i for i, seq in enumerate(rows.seqs) if seq.group is not None]
     if grouped:
@@ -604,7 +644,12 @@ def commit(
     if ended:
         unfinished_ids = _without(state.ids, [rows.seqs[i].request_id for i in ended])
     next_state = state._replace(
-        pool=pool, running=active, step=plan.step + 1, forked=forked, ids=unfinished_ids
+        pool=pool,
+        running=active,
+        step=plan.step + 1,
+        forked=forked,
+        ids=unfinished_ids,
+        in_flight=(),
     )
     events = _events_of_plan(plan)
     num_planned = len(events)
@@ -617,6 +662,48 @@ def commit(
     if next_state.news is not None:
         next_state = with_news(next_state, events[num_planned:])
     return next_state, tuple(events)
+
+
+def _commit_late(
+    state: SchedulerState,
+    plan: Plan,
+    sampled: Sequence[Sample],
+    hashes: Mapping[str, tuple[str, ...]],
+) -> tuple[SchedulerState, tuple[Event, ...]]:
+    """`commit` of the older one of two plans in flight. The running sequences have the lengths that
+    they got in it already; what is left are its tokens, the content of blocks, and the ends.
+    """
+    columns = accept_drafts(plan, sampled)
+    records = late.records_of(state, plan)
+    keep = [i for i, seq in enumerate(records) if seq is not None]
+    rows = columns._replace(
+        seqs=tuple([seq for seq in records if seq is not None]),
+        lengths=pick(columns.lengths, keep),
+        computed=pick(columns.computed, keep),
+        counts=pick(columns.counts, keep),
+        tokens=pick(columns.tokens, keep),
+        samples=pick(columns.samples, keep),
+    )
+    rows = add_tokens(rows, ())
+    rows, ended = end_rows(rows, state.stops)
+    pool, rows, _ = settle_blocks(state, rows, ended, (), hashes)
+    if ended:
+        texts = [(rows.seqs[i], rows.computed[i]) for i in ended]
+        pool = prefix_sharing.publish_ends(pool, texts, state.config)
+        pool = _release_blocks(pool, [rows.seqs[i] for i in ended])
+    active = late.settled(state.running, rows.seqs, {rows.seqs[i].arrival for i in ended})
+    if state.config.views:
+        pool, active = views.drop(state.config, pool, active)
+    next_state = state._replace(
+        pool=pool,
+        running=active,
+        forked=frozenset(),
+        ids=_without(state.ids, [rows.seqs[i].request_id for i in ended]),
+        in_flight=state.in_flight[1:],
+        leaving=(),
+    )
+    ends = [*_sampled(plan.step, rows), *_finished(plan.step, rows, ended)]
+    return with_news(next_state, ends), (*_events_of_plan(plan), *ends)
 
 
 class Rows(NamedTuple):
@@ -862,13 +949,14 @@ def cancel(
         return state, ()
     active = state.running
     queue = state.waiting
-    seq = next(
-        seq for seq in itertools.chain(active.seqs, queue) if request_id in seq.request.names
-    )
+    unfinished = itertools.chain(active.seqs, queue, state.leaving)
+    seq = next(seq for seq in unfinished if request_id in seq.request.names)
     if request_id != seq.request_id and not seq.request.beams:
         finished = Finished(state.step, request_id, reason, 0)
         state = with_news(state, (finished,))
         return _without_fork(state, seq, request_id), (finished,)
+    if seq in state.leaving:
+        active = active.concat(Running.of((seq,)))  # it ends as a running one, with its blocks
     rows = _indices(active.seqs, seq)
     places = _indices(queue, seq) if seq.request.beams or not rows else []
     stopped = current_seqs(*active.pick(rows))
@@ -889,6 +977,7 @@ def cancel(
             _except(active.computed, rows),
         ),
         ids=_without(state.ids, [event.request_id for event in events]),
+        leaving=tuple([left for left in state.leaving if left is not seq]),
     )
     return with_news(state, events), tuple(events)
 
@@ -924,6 +1013,11 @@ def restart(state: SchedulerState) -> SchedulerState:
     The engine uses it after a failed step: the device may have written any block that a plan after
     this state could use. Known tokens stay known, and content in host blocks stays there.
     """
+    if state.leaving or len(state.in_flight) > 1:
+        raise ValueError(
+            f"steps {[plan.step for plan in state.in_flight]} are in flight, and the tokens of the "
+            "first one have no value yet; commit it before you restart or update"
+        )
     active = sorted(running(state), key=lambda seq: seq.arrival)
     state = with_news(state, [Preempted(state.step, seq.request_id, False) for seq in active])
     return state._replace(
@@ -931,6 +1025,7 @@ def restart(state: SchedulerState) -> SchedulerState:
         waiting=(*map(_emptied, active), *state.waiting),
         running=Running(),
         forked=frozenset(),
+        in_flight=(),
     )
 
 

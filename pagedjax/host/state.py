@@ -11,7 +11,7 @@ from immutables import Map
 from pagedjax.host import blocks, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.kv_policies import View
-from pagedjax.host.types import PolicyEvent, Running, SchedulerConfig, Seq, current_seqs
+from pagedjax.host.types import Plan, PolicyEvent, Running, SchedulerConfig, Seq, current_seqs
 from pagedjax.options.config import EngineConfig
 
 
@@ -43,6 +43,7 @@ def limits(
         reservation=config.reservation,
         views=views_of_groups,
         prefix_checkpoints=checkpoints,
+        late_stops=config.late_stops,
     )
 
 
@@ -67,6 +68,10 @@ class SchedulerState(NamedTuple):
     memory: Any = None
     # what happened since the policy observed last; None: no policy with memory has scheduled
     news: tuple[PolicyEvent, ...] | None = None
+    # with `late_stops`, the plans that are not committed yet, the older one first (late.py)
+    in_flight: tuple[Plan, ...] = ()
+    # with two plans in flight, the sequences that reach their limit in the older one
+    leaving: tuple[Seq, ...] = ()
 
 
 def with_news(state: SchedulerState, events: Iterable[PolicyEvent]) -> SchedulerState:
@@ -85,7 +90,7 @@ def check(state: SchedulerState) -> None:
     """Checks the invariants that hold between any two transitions. Raises AssertionError."""
     config = state.config
     active = running(state)
-    blocks.check(state.pool, [seq.blocks for seq in active])
+    blocks.check(state.pool, [seq.blocks for seq in (*active, *state.leaving)])
     swapped = [seq for seq in state.waiting if seq.blocks]
     assert state.host_pool is not None or not swapped, "a waiting sequence holds cache"
     if state.host_pool is not None:
@@ -114,5 +119,6 @@ def check(state: SchedulerState) -> None:
     assert beams.isdisjoint(seq.group for seq in state.waiting), (
         "some beams of a request run and others wait"
     )
-    names = Counter(name for seq in (*state.waiting, *active) for name in seq.request.names)
+    unfinished = (*state.waiting, *active, *state.leaving)
+    names = Counter(name for seq in unfinished for name in seq.request.names)
     assert Counter(list(state.ids)) == names, "an id is lost, left over or used twice"

@@ -65,6 +65,7 @@ class SchedulerConfig(NamedTuple):
     shares_filling: bool = True
     # where prefixes can be found in groups with a window (checkpoints.py); None: at every boundary
     prefix_checkpoints: PrefixCheckpoints | None = None
+    late_stops: bool = False  # whether a plan is made before the stops of the one before are known
 
     def record(self) -> dict[str, Any]:
         """Its fields by name, as values of JSON."""

@@ -409,6 +409,11 @@ class EngineConfig:
         devices that are faster than their host, such as GPUs. A new request waits until the span is
         over. It changes no token and no plan, and excludes speculative, kv_policy and
         batch_invariant.
+    late_stops: whether a step is planned before the tokens of the step before are known
+        (host/late.py), as in vLLM's async scheduling: then the device does not wait for the
+        scheduler, even if requests wait. A sequence that stops computes one more token, which is
+        dropped. Plans are other ones; tokens are the same. It excludes speculative, and is for one
+        process.
     speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the
         names of vLLM's speculative_config; None is off. Unless its rule is "rejection", it changes
         no token. It excludes lookahead, because a draft follows known tokens, and lookahead sends a
@@ -468,6 +473,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     lookahead: Annotated[int, Integers(0)] = 0
     decode_span: Size = 1
+    late_stops: bool = False
     speculative: Speculative | None = None
     mesh: MeshConfig | None = None
     devices: tuple[int, ...] | None = None

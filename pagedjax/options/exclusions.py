@@ -43,6 +43,13 @@ ENGINE = (  # of an `EngineConfig`
         "decode_span=1, or speculative=None",
     ),
     Exclusion(
+        ("late_stops", "speculative"),
+        lambda config: config.late_stops and config.speculative,
+        "late_stops is True and speculative is {config.speculative.method!r}: a draft follows known "
+        "tokens, and a late plan is made before they are known; set late_stops=False, or "
+        "speculative=None",
+    ),
+    Exclusion(
         ("decode_span", "kv_policy"),
         lambda config: config.decode_span > 1 and config.kv_policy is not None,
         "decode_span is {config.decode_span} and kv_policy is {config.kv_policy.name!r}, whose "

@@ -8,6 +8,7 @@ import pytest
 
 from pagedjax import EngineConfig, SamplingParams
 from pagedjax.engine import lookahead
+from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN, Request, Seq
 from tests.engine.runs import greedy
 from tests.engine.test_lookahead import CONFIG, OFTEN, Observed, compare, make, tokens
@@ -35,6 +36,22 @@ def test_recordings_are_byte_identical_with_spans(llms, tmp_path, setting):
     assert sum(run.sent - run.programs for _, run in pairs) > 10, "there was no span"
 
 
+LATE = ((1, 0), (1, 1), (4, 1))  # the steps of a span, lookahead
+
+
+@pytest.fixture(scope="module")
+def late_llms(tiny):
+    return {setting: span_llm(tiny, *setting, late_stops=True) for setting in LATE}
+
+
+@pytest.mark.parametrize("setting", LATE[1:])
+def test_recordings_with_late_stops_are_byte_identical(late_llms, tmp_path, setting):
+    engines = late_llms[1, 0].engine, late_llms[setting].engine
+    for seed in range(3):
+        compare(engines, seed, tmp_path)
+        assert verify(tmp_path / "0.jsonl").identical
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
@@ -47,14 +64,16 @@ def test_recordings_are_byte_identical_with_spans(llms, tmp_path, setting):
     ],
     ids=["recomputed", "swapped", "shortest first", "separate steps", "reserved"],
 )
-def test_recordings_are_byte_identical_with_spans_in_other_modes(tiny, tmp_path, config):
+@pytest.mark.parametrize("late", [False, True])
+def test_recordings_are_byte_identical_with_spans_in_other_modes(tiny, tmp_path, config, late):
     engines = [
-        span_llm(tiny, span, depth, max_model_len=64, **config).engine
+        span_llm(tiny, span, depth, max_model_len=64, late_stops=late, **config).engine
         for span, depth in ((1, 0), (4, 2))
     ]
     kinds = {"kinds": ("plain", "stops", "penalties")} if "reservation" in config else {}
     pairs = [compare(engines, seed, tmp_path, **kinds) for seed in range(3)]
     assert sum(run.sent - run.programs for _, run in pairs) > 0, "there was no span"
+    assert verify(tmp_path / "1.jsonl").identical
 
 
 def test_rows_end_within_a_span_and_the_next_span_follows(llms):

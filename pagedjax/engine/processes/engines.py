@@ -99,6 +99,11 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
             "compilation is 'background', and all processes must run the same program for a step; "
             f"set compilation='eager' for {processes} processes"
         )
+    if config.late_stops:
+        raise ValueError(
+            "late_stops is True, and several processes agree on one plan at a time; set "
+            f"late_stops=False for {processes} processes"
+        )
     if group is None:
         raise ValueError(
             f"JAX runs in {processes} processes, and they are not connected; call "
