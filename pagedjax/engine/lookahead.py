@@ -90,7 +90,6 @@ class SentStep(NamedTuple):
         """Whether it is the first step of its program."""
         return self.place is None or self.place.step == 0
 
-
     @property
     def is_last_of_program(self) -> bool:
         """Whether its program computes no step behind it, so that `output.fed` has its tokens."""

@@ -46,6 +46,7 @@ from pagedjax.engine.requests import EngineRequest, Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs, sends_ahead
 from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host import late, scheduler
+from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import (
     Cancel,
     Commit,
@@ -56,7 +57,6 @@ from pagedjax.host.event_log import (
     Submit,
     Update,
 )
-from pagedjax.host.drafts import Sample
 from pagedjax.host.policies import Policy
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import (
@@ -444,6 +444,9 @@ def commit(
         dense_prompts=selection is not None and selection.dense_prompts,
     )
     read = readers.read(state.readers, outcome)
+    before = state.scheduler.running
+    if len(state.scheduler.in_flight) > 1:  # the running sequences have this plan's lengths already
+        before = Running(plan.seqs, plan.lengths, plan.starts)
     after, events = scheduler.commit(state.scheduler, current.plan, sampled, hashes, read.choices)
 
     tap_parts = read.outputs.get("taps")
@@ -453,8 +456,7 @@ def commit(
     state = state._replace(
         scheduler=after, readers=read.readers, in_flight=in_flight, log=(*state.log, *log)
     )
-    computed = Running(plan.seqs, plan.lengths, plan.starts)
-    state = with_events(state, events, computed, runtime.spare)
+    state = with_events(state, events, before, runtime.spare)
     for request_id, reason in read.ends.items():
         state, cancelled = cancel(state, request_id, reason)
         events += cancelled

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedjax.host import blocks, checkpoints, prefix_sharing, views
+from pagedjax.host import blocks, checkpoints, late, prefix_sharing, views
 from pagedjax.host.admission import Rejected, check_request, final_length, with_ids
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy, decision, shipped, with_memory
@@ -40,6 +40,7 @@ def release(state: SchedulerState, request_id: str) -> tuple[SchedulerState, Rel
         ValueError: no such sequence, or one that cannot leave alone: a beam, or branches whose
         prompt is not computed.
     """
+    late.check_known(state)
     active = running(state)
     seq = next((seq for seq in (*active, *state.waiting) if seq.request_id == request_id), None)
     if seq is None:
@@ -87,6 +88,7 @@ def adopt(
         may be.
         ValueError: the record contradicts itself.
     """
+    late.check_known(state)
     request = released.request
     check_request(state, request)
     limit = final_length(request, state.config)

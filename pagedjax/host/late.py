@@ -54,6 +54,17 @@ def advanced(state: SchedulerState) -> SchedulerState | None:
     return state._replace(running=active, leaving=leaving_seqs, step=state.step + 1)
 
 
+def check_known(state: SchedulerState) -> None:
+    """Raises ValueError if two plans are in flight, so that running sequences have a token of
+    unknown value.
+    """
+    if len(state.in_flight) > 1:
+        raise ValueError(
+            f"steps {[plan.step for plan in state.in_flight]} are in flight, and the tokens of the "
+            "first one are unknown; commit it before a restart, an update or a handover"
+        )
+
+
 def is_certain(plan: Plan) -> bool:
     """Whether a plan may go behind one whose tokens are unknown: it computes something, and moves no
     blocks. A preemption might turn out to be needless.

@@ -1013,11 +1013,7 @@ def restart(state: SchedulerState) -> SchedulerState:
     The engine uses it after a failed step: the device may have written any block that a plan after
     this state could use. Known tokens stay known, and content in host blocks stays there.
     """
-    if state.leaving or len(state.in_flight) > 1:
-        raise ValueError(
-            f"steps {[plan.step for plan in state.in_flight]} are in flight, and the tokens of the "
-            "first one have no value yet; commit it before you restart or update"
-        )
+    late.check_known(state)
     active = sorted(running(state), key=lambda seq: seq.arrival)
     state = with_news(state, [Preempted(state.step, seq.request_id, False) for seq in active])
     return state._replace(
@@ -1042,6 +1038,7 @@ def update(state: SchedulerState, pending: Pending) -> SchedulerState:
             also what is in host blocks. "keep": they keep it. What they compute from it mixes
             versions of the weights, so it is never published.
     """
+    late.check_known(state)
     if pending == "restart":
         state = restart(state)
         host_pool = _without_host_blocks(state, state.waiting)
