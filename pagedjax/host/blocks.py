@@ -13,7 +13,11 @@ hole (views.py), which `share` and `release` skip. A block is in one of three st
 `publish` records the content of an owned block: a hash of its tokens and of all tokens before them
 (block_hashes.py). `find` returns the blocks of a chain of hashes. An idle block keeps its content
 until no block is empty. The cost of an operation depends on the blocks that it touches, never on
-the size of the pool.
+the size of the pool (of `allocate`: amortised, since it may reverse a list of returned blocks).
+
+Empty blocks are handed out first in, first out. So a sequence that ends unexpectedly does not
+change which blocks the next steps get, and plans that were predicted for them stay right
+(engine/lookahead.py).
 """
 
 from __future__ import annotations
@@ -30,8 +34,11 @@ class BlockPool(NamedTuple):
     num_blocks: int
     num_free: int  # blocks without an owner: empty or idle
     fresh: int  # ids from here to num_blocks were never allocated
-    # empty ids below `fresh`, as a linked list: None | (id, rest); the last released is first
+    # Empty ids below `fresh` are a queue of two linked lists, None | (id, rest). Blocks leave at the
+    # front of `returned`. They join at the front of `released`, which is reversed when `returned`
+    # is empty.
     returned: Any
+    released: Any
     owners: Map[int, int]  # id -> number of owners, for owned blocks only
     contents: Map[str, int] = Map()  # hash -> the block that holds it
     hashes: Map[int, str] = Map()  # the inverse of `contents`
@@ -41,7 +48,7 @@ class BlockPool(NamedTuple):
     oldest: int = 0  # no stamp in `idle` is lower
     newest: int = 0  # the next stamp
 
-    # The linked list nests as deep as it is long: comparing, printing or pickling it as a tuple
+    # A linked list nests as deep as it is long: comparing, printing or pickling it as a tuple
     # exhausts the stack. (A Map would not, but it costs 6 % of a step with arrivals, and garbage
     # collections.)
 
@@ -73,14 +80,12 @@ def _from_flat(
     contents: Map[str, int],
     idle: tuple[int, ...],
 ) -> BlockPool:
-    linked_list = None
-    for block in reversed(returned):
-        linked_list = (block, linked_list)
     return BlockPool(
         num_blocks,
         num_free=num_blocks - len(owners),
         fresh=len(returned) + len(owners) + len(idle) + 1,
-        returned=linked_list,
+        returned=None,
+        released=_pushed(None, returned),
         owners=owners,
         contents=contents,
         hashes=Map((block, key) for key, block in contents.items()),
@@ -94,7 +99,7 @@ def _from_flat(
 def init(num_blocks: int) -> BlockPool:
     if num_blocks < 1:
         raise ValueError(f"num_blocks is {num_blocks}; the pool needs at least 1")
-    return BlockPool(num_blocks, num_free=num_blocks, fresh=1, returned=None, owners=Map())
+    return BlockPool(num_blocks, num_blocks, fresh=1, returned=None, released=None, owners=Map())
 
 
 def needed(tokens: int, block_size: int) -> int:
@@ -105,19 +110,24 @@ def needed(tokens: int, block_size: int) -> int:
 def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
     """Takes n free blocks, one owner each -> (pool, ids); None if fewer are free.
 
-    Empty blocks are taken first, then idle ones, least recently used first. An idle block that is
-    taken loses its content.
+    Blocks that were never allocated are taken first, then empty ones in the order in which they
+    were released, then idle ones, least recently used first. An idle block that is taken loses its
+    content.
     """
     if n > pool.num_free:
         return None
-    ids: list[int] = []
+    fresh = min(pool.fresh + n, pool.num_blocks + 1)
+    ids = list(range(pool.fresh, fresh))
     returned = pool.returned
-    fresh = pool.fresh
-    while returned is not None and len(ids) < n:
+    released = pool.released
+    while len(ids) < n:
+        if returned is None:
+            returned = _pushed(None, _items(released))
+            released = None
+        if returned is None:
+            break
         block, returned = returned
         ids.append(block)
-    num_new = min(n - len(ids), pool.num_blocks + 1 - fresh)
-    ids.extend(range(fresh, fresh + num_new))
     if len(ids) < n:
         pool, evicted = _evict(pool, n - len(ids))
         ids += evicted
@@ -126,7 +136,11 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
         owners[block] = 1
     num_free = pool.num_free - n
     pool = pool._replace(
-        num_free=num_free, fresh=fresh + num_new, returned=returned, owners=owners.finish()
+        num_free=num_free,
+        fresh=fresh,
+        returned=returned,
+        released=released,
+        owners=owners.finish(),
     )
     return pool, tuple(ids)
 
@@ -156,14 +170,15 @@ def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] |
         return None
     ids = tuple(range(start + 1, start + n + 1))
     owners = pool.owners.update(dict.fromkeys(ids, 1))
-    returned = None
-    for block in reversed(free_ids(pool)):
-        if block not in owners:
-            returned = (block, returned)
-    end = pool.num_blocks + 1
-    return pool._replace(
-        num_free=pool.num_free - n, fresh=end, returned=returned, owners=owners
-    ), ids
+    still_free = [block for block in free_ids(pool) if block not in owners]
+    pool = pool._replace(
+        num_free=pool.num_free - n,
+        fresh=pool.num_blocks + 1,
+        returned=None,
+        released=_pushed(None, still_free),
+        owners=owners,
+    )
+    return pool, ids
 
 
 def _smallest_piece(num_owned_before: Sequence[int], n: int) -> int | None:
@@ -245,7 +260,7 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
         ValueError: a block has no owner.
     """
     owners = pool.owners.mutate()
-    returned = pool.returned
+    released = pool.released
     idle = pool.idle.mutate()
     stamps = pool.stamps.mutate()
     newest = pool.newest
@@ -265,9 +280,9 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
             stamps[block] = newest
             newest += 1
         else:
-            returned = (block, returned)
+            released = (block, released)
     pool = pool._replace(
-        num_free=pool.num_free + num_freed, returned=returned, owners=owners.finish()
+        num_free=pool.num_free + num_freed, released=released, owners=owners.finish()
     )
     if newest == pool.newest:
         return pool
@@ -310,10 +325,10 @@ def find(pool: BlockPool, keys: Iterable[str]) -> tuple[int, ...]:
 
 def forget(pool: BlockPool) -> BlockPool:
     """Removes all published content: idle blocks become empty, owned blocks keep their owners."""
-    returned = pool.returned
-    for block in reversed(idle_ids(pool)):
-        returned = (block, returned)
-    return BlockPool(pool.num_blocks, pool.num_free, pool.fresh, returned, pool.owners)
+    released = _pushed(pool.released, idle_ids(pool))
+    return BlockPool(
+        pool.num_blocks, pool.num_free, pool.fresh, pool.returned, released, pool.owners
+    )
 
 
 def _owner_count(owners: Any, block: int) -> int:
@@ -326,7 +341,7 @@ def _owner_count(owners: Any, block: int) -> int:
 
 def free_ids(pool: BlockPool) -> tuple[int, ...]:
     """The free blocks in the order of allocation."""
-    return (*_returned(pool), *range(pool.fresh, pool.num_blocks + 1), *idle_ids(pool))
+    return (*range(pool.fresh, pool.num_blocks + 1), *_returned(pool), *idle_ids(pool))
 
 
 def idle_ids(pool: BlockPool) -> tuple[int, ...]:
@@ -335,13 +350,24 @@ def idle_ids(pool: BlockPool) -> tuple[int, ...]:
 
 
 def _returned(pool: BlockPool) -> tuple[int, ...]:
-    """The linked list `returned` as a flat tuple."""
+    """The empty blocks that were allocated before, in the order in which they were released."""
+    return (*_items(pool.returned), *reversed(_items(pool.released)))
+
+
+def _items(linked_list: Any) -> list[int]:
+    """The ids of a linked list, from its front."""
     ids: list[int] = []
-    returned = pool.returned
-    while returned is not None:
-        block, returned = returned
+    while linked_list is not None:
+        block, linked_list = linked_list
         ids.append(block)
-    return tuple(ids)
+    return ids
+
+
+def _pushed(linked_list: Any, ids: Iterable[int]) -> Any:
+    """A linked list with more ids in front; the last one is the first of the list."""
+    for block in ids:
+        linked_list = (block, linked_list)
+    return linked_list
 
 
 def check(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:

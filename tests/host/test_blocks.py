@@ -33,12 +33,22 @@ def test_a_pool_without_blocks_is_refused(size):
         blocks.init(size)
 
 
-def test_the_block_released_last_is_allocated_first():
+def test_the_block_released_first_is_allocated_first_behind_those_that_are_new():
     pool, (a, b, c) = take(blocks.init(5), 3)
-    pool = blocks.release(pool, [a, c])
-    assert blocks.free_ids(pool) == (c, a, 4, 5)
-    assert take(pool, 3)[1] == (c, a, 4)
-    assert b == 2
+    pool = blocks.release(pool, [c, a])
+    assert blocks.free_ids(pool) == (4, 5, c, a)
+    pool, ids = take(pool, 3)
+    assert ids == (4, 5, c)
+    pool = blocks.release(pool, [5, b])
+    assert take(pool, 3)[1] == (a, 5, b)
+
+
+def test_an_unexpected_release_does_not_change_what_the_next_allocations_get():
+    pool, ids = take(blocks.init(9), 6)
+    pool = blocks.release(pool, ids[:2])
+    ended = blocks.release(pool, ids[2:4])
+    for n in range(6):
+        assert take(ended, n)[1] == take(pool, n)[1]
 
 
 @pytest.mark.parametrize("ids", [[3], [-1], [0, 3], [1, 1]])
@@ -265,6 +275,7 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
     tables: list[list[int]] = []  # one table for each owner
     content: dict[str, int] = {}  # hash -> block
     idle: list[int] = []
+    empty = list(range(1, size + 1))  # in the order of allocation
     past = []
     for action, number in script:
         before = {block for table in tables for block in table}
@@ -279,12 +290,17 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
                 pool, ids = allocation
                 assert len(set(ids)) == len(ids) == number
                 assert not set(ids) & set(counts), "handed out a block that has an owner"
+                assert ids[: len(empty)] == tuple(empty[:number]), "another order of empty blocks"
+                empty = empty[number:]
                 tables.append(list(ids))
         elif action == "share" and tables:
             tables.append(list(tables[number % len(tables)]))
             pool = blocks.share(pool, tables[-1])
         elif action == "release" and tables:
-            pool = blocks.release(pool, tables.pop(number % len(tables)))
+            table = tables.pop(number % len(tables))
+            pool = blocks.release(pool, table)
+            owned = {block for table in tables for block in table}
+            empty += [b for b in table if b not in owned and b not in content.values()]
         elif action == "publish" and tables:
             keys = [(block, f"{block}@{len(past)}") for block in tables[number % len(tables)]]
             new = [(block, key) for block, key in keys if block not in content.values()]
@@ -296,6 +312,7 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
         elif action == "forget":
             content.clear()
             pool = blocks.forget(pool)
+            empty += idle
 
         owned = {block for table in tables for block in table}
         evicted = [block for block in idle if block in owned and action == "allocate"]
@@ -314,6 +331,7 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
         assert dict(pool.contents) == content
         counts = Counter(block for table in tables for block in table)
         assert dict(pool.owners) == dict(counts)
+        assert blocks.free_ids(pool) == (*empty, *idle)
         assert sorted(blocks.free_ids(pool)) == sorted(set(range(1, size + 1)) - set(counts))
         assert pool.num_free == size - len(counts)
         blocks.check(pool, tables)

@@ -309,7 +309,7 @@ def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
         '{"restart":{}}\n'
         '{"update":{"version":3,"pending":"keep"}}\n'
         '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[4,1],'
-        '"blocks":{"a":[3,4],"\\u00e9\\n":[1,2]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
+        '"blocks":{"a":[5,6],"\\u00e9\\n":[2,1]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
         '"admitted":["a","\\u00e9\\n"],"cached":[0,0],"preempted":[],"swapped":[],"waiting":0,"blocks_used":4}}\n'
     )
     assert verify(path).identical

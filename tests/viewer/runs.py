@@ -16,7 +16,8 @@ from pagedjax.host.types import Plan, Request
 from pagedjax.viewer.picture import Frame, Picture, apply
 from tests.host.test_event_log import SMALL, filled, record
 
-GOLDENS = Path(__file__).parent / "goldens"  # written by the version before drafts
+# of the version before drafts, but for the ids of blocks
+GOLDENS = Path(__file__).parent / "goldens"
 DRAFTING = SchedulerConfig(
     block_size=2, num_blocks=16, max_num_batched_tokens=14, max_num_seqs=4, max_model_len=24
 )

@@ -215,8 +215,8 @@ def test_drafts_by_hand(tmp_path):
 
 
 def test_a_recording_without_drafts_gives_the_same_frames_as_before():
-    """The recording and its frames are of the version before drafts: an old recording opens, and
-    nothing is new.
+    """The recording and its frames are of the version before drafts, but for the ids of blocks, which
+    are those of a queue now: an old recording opens, and nothing is new.
     """
     run = read_recording.read(GOLDENS / "run.jsonl")
     run_frames = json.loads(json.dumps(run.frames))
@@ -311,9 +311,9 @@ def test_log_entries_of_a_preempted_request(tmp_path):
         (1, "preempted", 1, False),
         (1, "freed", 1, [2]),
         (3, "admitted", 1, 3, 0),
-        (3, "allocated", 1, [1, 2]),
+        (3, "allocated", 1, [2, 3]),
         (4, "ended", 1, "length", 3),
-        (4, "freed", 1, [1, 2]),
+        (4, "freed", 1, [2, 3]),
     ]
 
 
