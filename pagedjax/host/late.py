@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Plan, Running, Seq
+from pagedjax.host.types import Plan, Running, Seq, current_seqs
 
 
 def advanced(state: SchedulerState) -> SchedulerState | None:
@@ -49,9 +49,21 @@ def advanced(state: SchedulerState) -> SchedulerState | None:
     active = Running(seqs, tuple(new_lengths), tuple(new_computed))
     leaving_seqs: tuple[Seq, ...] = ()
     if leaving:
-        leaving_seqs = tuple([seqs[i] for i in leaving])
+        leaving_seqs = current_seqs(*state.running.pick(leaving))
         active = active.pick([i for i in range(len(seqs)) if i not in leaving])
     return state._replace(running=active, leaving=leaving_seqs, step=state.step + 1)
+
+
+def unknown_tokens(state: SchedulerState, seq: Seq) -> int:
+    """How many of the last tokens of an unfinished sequence have no value yet."""
+    if len(state.in_flight) < 2 or seq in state.leaving:
+        return 0
+    older = state.in_flight[0]
+    arrivals = [planned.arrival for planned in older.seqs]
+    if seq.arrival not in arrivals:
+        return 0
+    row = arrivals.index(seq.arrival)
+    return int(older.starts[row] + older.counts[row] >= older.lengths[row])
 
 
 def check_known(state: SchedulerState) -> None:

@@ -955,16 +955,18 @@ def cancel(
         finished = Finished(state.step, request_id, reason, 0)
         state = with_news(state, (finished,))
         return _without_fork(state, seq, request_id), (finished,)
-    if seq in state.leaving:
-        active = active.concat(Running.of((seq,)))  # it ends as a running one, with its blocks
     rows = _indices(active.seqs, seq)
     places = _indices(queue, seq) if seq.request.beams or not rows else []
+    leaving = tuple([left for left in state.leaving if left is not seq])
     stopped = current_seqs(*active.pick(rows))
+    if len(leaving) < len(state.leaving):
+        stopped = (*stopped, seq)
     dequeued = pick(queue, places)
     events: list[Finished] = []
     for ended in (*dequeued, *stopped):
         names = ended.request.names
-        events += [Finished(state.step, name, reason, ended.num_output) for name in names]
+        num_output = ended.num_output - late.unknown_tokens(state, ended)
+        events += [Finished(state.step, name, reason, num_output) for name in names]
     texts = [(seq, seq.computed) for seq in stopped]
     pool = prefix_sharing.publish_ends(state.pool, texts, state.config)
     state = state._replace(
@@ -977,7 +979,7 @@ def cancel(
             _except(active.computed, rows),
         ),
         ids=_without(state.ids, [event.request_id for event in events]),
-        leaving=tuple([left for left in state.leaving if left is not seq]),
+        leaving=leaving,
     )
     return with_news(state, events), tuple(events)
 
