@@ -172,6 +172,22 @@ TOGETHER = [  # of each exclusion: options that have both, and the beginning of 
         "lookahead is 1 and speculative is 'ngram': a draft follows known tokens",
     ),
     (
+        {"decode_span": 4, "speculative": {"method": "ngram"}},
+        "decode_span is 4 and speculative is 'ngram': a draft follows known tokens",
+    ),
+    (
+        {"late_stops": True, "speculative": {"method": "ngram"}},
+        "late_stops is True and speculative is 'ngram': a draft follows known tokens",
+    ),
+    (
+        {"decode_span": 4, "kv_policy": "streaming"},
+        "decode_span is 4 and kv_policy is 'streaming', whose rows of attention",
+    ),
+    (
+        {"decode_span": 4, "batch_invariant": True},
+        "decode_span is 4 and batch_invariant is True: a span is another program",
+    ),
+    (
         {"batch_invariant": True, "speculative": REJECTION},
         "batch_invariant is True and speculative.rule is 'rejection', with which",
     ),

@@ -181,7 +181,8 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
 
     Raises:
         FileNotFoundError: there is no such file.
-        ReplayError: it is no recording, or it does not replay; names the line.
+        ReplayError: it is no recording, or it does not replay; names the line. Or it was recorded
+            with `late_stops`.
     """
     header = replay.header(path)
     policies = replay.with_recorded(policies, header)
@@ -195,6 +196,11 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
             )
         if line.entry is None:
             config = line.transition.state.config
+            if config.late_stops:
+                raise replay.ReplayError(
+                    f"{os.fspath(path)} was recorded with late_stops, and a run that is done again "
+                    "plans each step when the one before has ended; record without late_stops"
+                )
         else:
             reader.add(line.entry, line.transition.at, line.transition.prompt)
     assert config is not None, "the first line is the header"

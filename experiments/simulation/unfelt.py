@@ -22,6 +22,16 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, *, recorded: bool) -
             "behind the device; set it to 0, and simulate.host_s to the host time that is not "
             "hidden"
         )
+    if config.late_stops:
+        raise ValueError(
+            "engine.late_stops is True, and a simulated step is planned when the one before has "
+            "ended; set it to False"
+        )
+    if config.decode_span > 1:
+        raise ValueError(
+            f"engine.decode_span is {config.decode_span}, and a simulated step is a program of its "
+            "own; set it to 1, and simulate.host_s to the host time of a step with spans"
+        )
     options = [
         f"engine.{name}" for name in ("mesh", "devices") if getattr(config, name) is not None
     ]

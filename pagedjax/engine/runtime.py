@@ -78,6 +78,8 @@ class Runtime:
     undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the
         rule is "rejection".
     adapters: None without `enable_lora`. Another table makes another runtime.
+    sends_ahead: whether programs take tokens of the program before, which the host does not know
+        yet.
     spare: places behind the known tokens of a sequence, for tokens that are sent ahead unknown, and
         for drafts.
     copy: the compiled copy of COPIES blocks on the device.
@@ -104,6 +106,7 @@ class Runtime:
     draft_model: DraftModel | None
     undrafted: Mapping[int, Drafted]
     adapters: AdapterTable | None
+    sends_ahead: bool
     spare: int
     startup: Mapping[str, Any]
 
@@ -234,13 +237,14 @@ def build(
         draft_model=draft_model,
         undrafted=inputs.drafted,
         adapters=table,
+        sends_ahead=_sends_ahead(resolved),
         spare=max(_steps_ahead(resolved), sizes.drafts),
         **compiled._asdict(),
     )
 
 
-def sends_ahead(config: Resolved) -> bool:
-    """Whether programs take tokens of the program before, which the host does not know yet."""
+def _sends_ahead(config: Resolved) -> bool:
+    """`Runtime.sends_ahead`."""
     return config.lookahead > 0 or config.late_stops
 
 
@@ -395,7 +399,7 @@ def _blank_inputs(
     sampling = {r: _on_devices(blank_sampling(r, chain), model) for r in rows}
     rejection = config.speculative is not None and config.speculative.rule == "rejection"
     drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
-    sources = Sources(drafted, table, sends_ahead(config))
+    sources = Sources(drafted, table, _sends_ahead(config))
     steps = {shape: blank_batch(sizes, shape, sampling, chain, sources) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     on_device = [blank for r, blank in drafted.items() if r <= sizes.max_seqs]
@@ -528,7 +532,7 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
-        sources = Sources(runtime.undrafted, runtime.adapters, sends_ahead(runtime.config))
+        sources = Sources(runtime.undrafted, runtime.adapters, runtime.sends_ahead)
         blank = blank_batch(runtime.shapes, shape, runtime.blanks, runtime.chain, sources)
         pages, output = runtime.programs[shape](runtime.leaves, pages, joined(blank))
         jax.block_until_ready(output)

@@ -43,7 +43,7 @@ from pagedjax.engine.outcome import NewRequest, Outcome
 from pagedjax.engine.pack import Sources, pack, pack_drafts
 from pagedjax.engine.readers import Readers
 from pagedjax.engine.requests import EngineRequest, Sequences
-from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs, sends_ahead
+from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.taps import StepTaps, TapsBegin
 from pagedjax.host import late, scheduler
 from pagedjax.host.drafts import Sample
@@ -658,7 +658,7 @@ def batch_of(
     sources = Sources(
         undrafted=runtime.undrafted,
         adapters=runtime.adapters,
-        looks_ahead=sends_ahead(runtime.config),
+        looks_ahead=runtime.sends_ahead,
         previous=previous,
         unknown_arrivals=unknown_arrivals,
         draft_probs=draft_probs,

@@ -161,9 +161,11 @@ class Live:
             # the scheduler is pure: planning again from `before` gives the cache as it was while
             # the step ran
             policy_time = record.plan.now
-            running, _ = scheduler.schedule(
-                record.before, self._policy, offered(record.plan), policy_time
-            )
+            running = record.before
+            if not running.in_flight:  # with a plan in flight, it is the state of that plan
+                running, _ = scheduler.schedule(
+                    record.before, self._policy, offered(record.plan), policy_time
+                )
             reasons = why_waiting(record.before, self._policy, policy_time)
             memory = frames.memory_text(running, self._policy)
             fold = frames.scheduled(fold, running, record.plan, reasons, started, memory)

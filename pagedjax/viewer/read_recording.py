@@ -78,6 +78,21 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
     )
 
 
+def in_order_of_steps(transitions: Iterable[Transition]) -> Iterator[Transition]:
+    """The transitions with each commit before the plan of the next step, which comes first with
+    `late_stops` (host/late.py).
+    """
+    late_plan: Transition | None = None
+    for transition in transitions:
+        if transition.kind == "schedule" and len(transition.state.in_flight) > 1:
+            late_plan = transition
+            continue
+        yield transition
+        if late_plan is not None:
+            yield late_plan._replace(state=transition.state)
+            late_plan = None
+
+
 def fold(
     transitions: Iterable[Transition],
     prompts: dict[int, tuple[int, ...]] | None = None,
@@ -93,7 +108,7 @@ def fold(
     """
     folded: Any = None  # the `frames.Fold` so far
     old_state: Any = None  # the scheduler's state before the transition
-    for kind, state, plan, events, at, prompt in transitions:
+    for kind, state, plan, events, at, prompt in in_order_of_steps(transitions):
         if kind == "init":
             folded = frames.begin(state.config)
         elif kind == "schedule":

@@ -4,14 +4,18 @@ same.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from pagedjax import EngineConfig, SamplingParams
 from pagedjax.engine import lookahead
+from pagedjax.engine import state as engine_state
 from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN, Request, Seq
-from tests.engine.runs import greedy
-from tests.engine.test_lookahead import CONFIG, OFTEN, Observed, compare, make, tokens
+from pagedjax.viewer import read_recording
+from tests.engine.runs import greedy, sampled
+from tests.engine.test_lookahead import CONFIG, OFTEN, Observed, compare, make, play, tokens
 from tests.refusals import refused
 
 BUCKETS = (6, 24)  # of CONFIG's sequences, and of its step
@@ -50,6 +54,66 @@ def test_recordings_with_late_stops_are_byte_identical(late_llms, tmp_path, sett
     for seed in range(3):
         compare(engines, seed, tmp_path)
         assert verify(tmp_path / "0.jsonl").identical
+
+
+def test_parameters_change_between_tokens_of_a_late_run(late_llms, llms):
+    """The step on the device is committed first: all tokens before the update are of the old
+    parameters.
+    """
+    engine = late_llms[4, 1].engine
+    engine.reset()
+    params = engine.runtime.model.params
+    engine.add("a", tokens(9, 1), greedy(12))
+    first = [engine.step() for _ in range(3)]
+    assert engine.scheduler_state.in_flight
+    engine.update_params(params, pending="keep")
+    assert not engine.scheduler_state.in_flight
+    results = [*first, *Observed(engine).finish()]
+    plain = llms[1, 0].engine
+    plain.reset()
+    plain.add("a", tokens(9, 1), greedy(12))
+    assert sampled(results) == sampled(Observed(plain).finish())
+
+
+def test_a_late_run_goes_on_after_a_step_that_failed(late_llms, llms):
+    engine = late_llms[1, 1].engine
+    engine.reset()
+    engine.add("a", tokens(9, 1), greedy(12))
+    results = [engine.step() for _ in range(3)]
+    failing = mock.patch.object(engine_state, "finish", side_effect=RuntimeError("it is lost"))
+    with failing, pytest.raises(RuntimeError, match="lost"):
+        engine.step()
+    assert not engine.scheduler_state.in_flight
+    results += Observed(engine).finish()
+    plain = llms[1, 0].engine
+    plain.reset()
+    plain.add("a", tokens(9, 1), greedy(12))
+    assert sampled(results) == sampled(Observed(plain).finish())
+
+
+def test_a_late_recording_is_shown_step_by_step(late_llms, tmp_path):
+    engine = late_llms[1, 0].engine
+    play(engine, 0, tmp_path / "run.jsonl")
+    run = read_recording.read(tmp_path / "run.jsonl")
+    text = (tmp_path / "run.jsonl").read_text()
+    steps = [frame["step"] for frame in run.frames]
+    assert steps == sorted(steps)
+    assert set(range(text.count('{"commit":'))) <= set(steps)
+
+
+def test_late_stop_strings_end_at_the_same_token(late_llms, llms):
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=["e", "th"], ignore_eos=True)
+        for i in range(8)
+    ]
+    prompts = [tokens(5 + 3 * i, i) for i in range(8)]
+    expected = llms[1, 0].generate(prompts, params)
+    assert {output.outputs[0].finish_reason for output in expected} == {"stop", "length"}
+    for llm in late_llms.values():
+        answers = [output.outputs[0] for output in llm.generate(prompts, params)]
+        for answer, plain_answer in zip(answers, expected, strict=True):
+            assert answer.token_ids == plain_answer.outputs[0].token_ids
+            assert answer.text == plain_answer.outputs[0].text
 
 
 @pytest.mark.slow
