@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from tests import drawn
 CONFIG = SchedulerConfig(4, 24, 12, 5, 40, late_stops=True)
 
 
-def late_config(**sizes: int) -> SchedulerConfig:
+def late_config(**sizes: Any) -> SchedulerConfig:
     return SchedulerConfig(**sizes, late_stops=True)
 
 
