@@ -29,12 +29,11 @@ from pagedjax.device.cache import KVCache
 from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.device.step import StepOutput
 from pagedjax.engine.requests import SequenceData
-from pagedjax.host import decode_spans, late, scheduler
+from pagedjax.host import decode_spans, scheduler
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
-from pagedjax.host.prefix_sharing import rows_that_fill
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Plan, SchedulerConfig, Seq, pick
+from pagedjax.host.types import Plan, Seq, pick
 
 NO_TOKEN = -1  # stands for an unknown token; it stops no sequence
 NO_BLOCKS: frozenset[int] = frozenset()
@@ -225,12 +224,14 @@ def extend(
     sent, last = ahead
     if sent and last is None:
         return cache, ahead  # the last predictions start from the state after them
+    if _programs(sent) == foresight.depth:
+        return cache, ahead
     last = last or (state, plan)
     unknown_arrivals = unknown_after(state, plan)
     for step in sent:
         if step.begins_program:  # the rows of a span are those of its first step
             unknown_arrivals.update(sampling(step.plan))
-    while sum([step.begins_program for step in sent]) < foresight.depth:
+    while _programs(sent) < foresight.depth:
         last_state, last_plan = last
         if foresight.decided(last_plan):
             break
@@ -244,9 +245,8 @@ def extend(
             unknown_arrivals,
             real=real,
             allocated=allocated,
-            is_last=foresight.depth == 1 and foresight.span == 1,
         )
-        if predicted is None:
+        if predicted is None or not _are_unfinished(predicted.plan, foresight.sequences):
             break
         run = _run_from(predicted, foresight, state.pool, allocated)
         previous = sent[-1] if sent else current
@@ -255,6 +255,11 @@ def extend(
         unknown_arrivals.update(sampling(predicted.plan))
         last = run[-1].state, run[-1].plan
     return cache, Lookahead(sent, last if sent else None)
+
+
+def _programs(sent: Sequence[SentStep]) -> int:
+    """The number of whole programs among the predicted steps."""
+    return sum([step.begins_program for step in sent])
 
 
 def unknown_after(state: SchedulerState, plan: Plan) -> set[int]:
@@ -301,7 +306,6 @@ def _run_from(
             arrivals,
             real=real,
             allocated=taken,
-            is_last=False,
         )
         if step is None or not arrivals.issuperset([seq.arrival for seq in step.plan.seqs]):
             return (first,)
@@ -376,7 +380,6 @@ def predict(
     *,
     real: BlockPool | None,
     allocated: Set[int] = NO_BLOCKS,
-    is_last: bool,
 ) -> Prediction | None:
     """The state and plan after this one if no sequence stops; None if a prediction would do harm or
     be useless.
@@ -387,17 +390,13 @@ def predict(
         real: the blocks of the state from which a step would come in the place of a wrong
             prediction; None: the plan is real.
         allocated: blocks that the predicted plans before this one take.
-        is_last: whether no other prediction starts from this one.
     """
     oldest = state.in_flight[0] if state.in_flight else plan
-    if state.in_flight:  # the records of a late plan have not all hashes
-        records = late.records_of(state, oldest)
-        oldest = oldest._replace(seqs=tuple(map(_present, oldest.seqs, records)))
-    rows = [sequences.get(seq.request.request_id) for seq in oldest.seqs]
-    if state.waiting and any([row and (row.stop_ids or row.params.stop) for row in rows]):
+    if state.waiting and _may_stop(oldest, sequences):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    hashes = _placeholder_hashes(oldest, rows, state.config, is_last)
-    after, _ = scheduler.commit(state, oldest, [NO_TOKEN] * len(oldest.seqs), hashes)
+    # The hashes of blocks of unknown tokens are unknown. Without them, a block is empty when its
+    # sequence has ended. It is not handed out before other empty ones, and not below at all.
+    after, _ = scheduler.commit(state, oldest, [NO_TOKEN] * len(oldest.seqs))
     # a timed policy gets the time of the plan; a plan that depends on a later one is not sent
     planned = scheduler.schedule_next(after, policy, now=plan.now)
     if planned is None:
@@ -409,8 +408,6 @@ def predict(
         or next_plan.copies
         or next_plan.swap_in
         or next_plan.swap_out
-        # a branch was cancelled before its fork, and the prediction forked it
-        or any([seq.request.request_id not in sequences for seq in next_plan.seqs])
     ):
         return None
     blocks = _allocated(after, predicted)
@@ -429,9 +426,17 @@ def predict(
     return Prediction(predicted, next_plan, blocks)
 
 
-def _present(planned: Seq, present: Seq | None) -> Seq:
-    """The present record of a sequence, if it is unfinished."""
-    return planned if present is None else present
+def _are_unfinished(plan: Plan, sequences: Mapping[str, SequenceData]) -> bool:
+    """Whether all sequences of a predicted plan exist. One does not if the prediction forked a branch
+    that was cancelled before its fork.
+    """
+    return all([seq.request.request_id in sequences for seq in plan.seqs])
+
+
+def _may_stop(plan: Plan, sequences: Mapping[str, SequenceData]) -> bool:
+    """Whether a sequence of a plan may end before its limit."""
+    rows = [sequences.get(seq.request.request_id) for seq in plan.seqs]
+    return any([row and (row.stop_ids or row.params.stop) for row in rows])
 
 
 def _allocated(before: SchedulerState, after: SchedulerState) -> list[int]:
@@ -441,40 +446,17 @@ def _allocated(before: SchedulerState, after: SchedulerState) -> list[int]:
     Args:
         before, after: the states before and after `schedule`.
     """
+    same_records = set(map(id, before.running.seqs))
+    changed = [seq for seq in after.running.seqs if id(seq) not in same_records]
+    if not changed:
+        return []
     tables = {seq.arrival: seq.blocks for seq in before.running.seqs}
-    allocated = []
-    for seq in after.running.seqs:
-        table = tables.get(seq.arrival, ())
-        if seq.blocks is not table:
-            allocated += seq.blocks[len(table) :]
+    allocated: list[int] = []
+    for seq in changed:
+        allocated += seq.blocks[len(tables.get(seq.arrival, ())) :]
     owners = before.pool.owners
     hashes = after.pool.hashes
     return [block for block in allocated if block not in owners and block not in hashes]
-
-
-def _placeholder_hashes(
-    plan: Plan, rows: Sequence[SequenceData | None], config: SchedulerConfig, is_last: bool
-) -> dict[str, tuple[str, ...]]:
-    """Placeholders for the hashes of the blocks that a plan fills and whose tokens are unknown, by
-    the id of the sequence.
-
-    When a sequence has ended, or does not see a block any more, a block without a hash is empty. A
-    later prediction could write to it. So in the last prediction only sequences that end need
-    placeholders.
-    """
-    hashes = {}
-    size = config.block_size
-    for i in rows_that_fill(plan.starts, plan.counts, size):
-        seq = plan.seqs[i]
-        if is_last and plan.lengths[i] + 1 < seq.limit and config.sees_all:
-            continue
-        full = (plan.starts[i] + plan.counts[i]) // size
-        hashed = len(seq.hashes)
-        row = rows[i]
-        if full > hashed and row is not None and row.root is not None:
-            blocks = range(hashed, full)
-            hashes[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in blocks)
-    return hashes
 
 
 def fed_rows(plan: Plan, before: SentStep, unknown_arrivals: Set[int], t: int) -> np.ndarray:

@@ -103,7 +103,7 @@ def test_a_late_recording_is_shown_step_by_step(late_llms, tmp_path):
 
 def test_late_stop_strings_end_at_the_same_token(late_llms, llms):
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=["e", "th"], ignore_eos=True)
+        SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=("e", "th"), ignore_eos=True)
         for i in range(8)
     ]
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
@@ -166,7 +166,7 @@ def test_a_stop_within_a_span_costs_no_other_row_a_step(llms):
     engine.reset()
     # one block is enough for each, so that no allocation differs after a stop
     for i in range(6):
-        params = SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop_token_ids=list(OFTEN))
+        params = SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop_token_ids=OFTEN)
         engine.add(str(i), tokens(4, i), params)
     run = Observed(engine)
     stops = sum(

@@ -15,7 +15,7 @@ import pytest
 from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from pagedjax.engine import lookahead
 from pagedjax.engine import state as engine_state
-from pagedjax.host import blocks, scheduler
+from pagedjax.host import scheduler
 from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN, Request, Sampled, Seq, StepResult
 from tests.engine.runs import greedy, sampled
@@ -352,44 +352,6 @@ def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
         events[depth] = engine.step().events
         engine.record(None)
     assert events[1] == events[0]
-
-
-@pytest.mark.parametrize(
-    "config", [{}, {"kv_policy": {"name": "streaming", "sinks": 4, "window": 5}}]
-)
-def test_a_last_prediction_without_the_names_of_most_blocks_is_the_same(tiny, config):
-    """It names the blocks of sequences that end. If it named all blocks, it would have the same
-    plan and the same free blocks.
-    """
-    engine = make(tiny, 0, **config).engine
-    for i in range(12):
-        params = greedy(5 + 3 * i)
-        engine.add(f"r{i}", tokens(3 + 2 * i, i), params)
-    policy = engine.runtime.policy
-    ended = 0
-    fuller = 0
-    while engine.has_work:
-        before, plan = scheduler.schedule(engine.scheduler_state, policy)
-        sequences = engine._state.sequences
-        unsampled = set(lookahead.sampling(plan))
-        partial, full = (
-            lookahead.predict(before, plan, policy, sequences, unsampled, real=None, is_last=last)
-            for last in (True, False)
-        )
-        assert (partial is None) == (full is None)
-        if partial and full:
-            assert partial.plan == full.plan._replace(seqs=partial.plan.seqs)
-            tables = [seq.blocks for seq in full.plan.seqs]
-            assert [seq.blocks for seq in partial.plan.seqs] == tables
-            assert partial.allocated == full.allocated
-            assert blocks.free_ids(partial.state.pool) == blocks.free_ids(full.state.pool)
-            ended += len(
-                {seq.arrival for seq in plan.seqs} - {seq.arrival for seq in partial.plan.seqs}
-            )
-            fuller += len(partial.state.pool.contents) < len(full.state.pool.contents)
-        engine.step()
-    assert ended > 5, "few sequences ended in a prediction"
-    assert (fuller > 5) == (not config), "only where all blocks are seen are names left out"
 
 
 def test_rows_match_if_their_work_and_their_blocks_do():
