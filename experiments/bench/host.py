@@ -11,7 +11,7 @@ The prompts are those of nano-vllm's benchmark, 100 to 1,024 random tokens. Outp
 1,024, so that all rows decode together for some hundred steps, and these steps count. Then the
 largest setting runs again with a clock around each part. A part's time is without that of the parts
 inside it; the clock costs each call a microsecond or less. Collections of garbage are part of the
-times, and are counted.
+times, and are counted; they are as rare as in a server (engine/garbage.py).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from pagedjax.device.sampling import SampledTokens
 from pagedjax.device.step import StepOutput
 from pagedjax.engine import lookahead as engine_lookahead
 from pagedjax.engine import state as engine_state
+from pagedjax.engine.garbage import collect_rarely
 from pagedjax.host import scheduler
 
 PROMPT = (100, 1024)  # tokens
@@ -187,6 +188,7 @@ def measure(
         collections = stack.enter_context(Collections())
         if clock is not None:
             stack.enter_context(clock.around_parts())
+        stack.callback(collect_rarely())
         seconds = decode_seconds(engine, rows, clock)
     if len(seconds) < 2:
         raise ValueError(

@@ -12,10 +12,10 @@ the loop of events in fleet.py.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ from experiments.core.workloads import (
 )
 from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
+from pagedjax.engine.garbage import collect_rarely
 from pagedjax.host.types import StepResult
 from pagedjax.options.config import EngineConfig
 from pagedjax.options.params import SamplingParams
@@ -160,13 +161,14 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     )
     check_lengths(workload.items, engine.config.max_model_len)
     engine.reset()
-    if experiment.simulate is None:
-        workload = workload.in_memory()  # so that the measured run does not draw ids
-        warm_up(engine, experiment, workload.items)
-        gc.collect()  # so that garbage of the previous run costs this one no time
-    for cold_engine in engines:
-        cold_engine.reset()  # removes cached prefixes and counters of the warm-up
-    recording, logs = _run_with_logs(llm, engines, experiment, workload)
+    with ExitStack() as stack:
+        if experiment.simulate is None:
+            workload = workload.in_memory()  # so that the measured run does not draw ids
+            warm_up(engine, experiment, workload.items)
+            stack.callback(collect_rarely())  # as a server does
+        for cold_engine in engines:
+            cold_engine.reset()  # removes cached prefixes and counters of the warm-up
+        recording, logs = _run_with_logs(llm, engines, experiment, workload)
     workload, requests = _as_arrived(workload, recording.requests)
     summary = _summary(requests, recording, experiment, engine.config)
     failed = why_failed(recording.steps, summary)

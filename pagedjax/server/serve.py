@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagedjax.engine.garbage import collect_rarely
 from pagedjax.engine.processes.join import joined, leave
 from pagedjax.host import event_log, policies, purity
 from pagedjax.llm import LLM
@@ -273,9 +274,12 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     plan = plan_of(args, engine)
     group = joined()
     if group is not None and group.process:
-        return follow(LLM(plan.model, **plan.llm), group, plan.record)
+        llm = LLM(plan.model, **plan.llm)
+        collect_rarely()
+        return follow(llm, group, plan.record)
     with bound_socket(args.host, args.port) as listener:
         llm = plan.load()
+        collect_rarely()
         try:
             serve(
                 llm,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ray import serve
 from starlette.types import Message, Scope
 
+from pagedjax.engine.garbage import collect_rarely
 from pagedjax.llm import LLM
 from pagedjax.routing import RouterRequest
 from pagedjax.server import exchange
@@ -53,6 +54,7 @@ class Replica:
         self.identity = identity(self.llm, options.of_replica())
         self._step_seconds = options.step_seconds
         self.app = create_app(self.llm, options.of_replica())
+        collect_rarely()
         self.app.state.worker.start()
 
     async def __del__(self) -> None:
