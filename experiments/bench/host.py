@@ -45,6 +45,7 @@ from pagedjax.device.models import Model
 from pagedjax.device.sampling import SampledTokens
 from pagedjax.device.step import StepOutput
 from pagedjax.engine import lookahead as engine_lookahead
+from pagedjax.engine import repack as engine_repack
 from pagedjax.engine import state as engine_state
 from pagedjax.engine.garbage import collect_rarely
 from pagedjax.host import scheduler
@@ -70,8 +71,8 @@ PARTS: dict[str, tuple[ModuleType, str]] = {
     "schedule": (scheduler, "schedule"),
     "commit of the scheduler": (scheduler, "commit"),
     "commit of the engine": (engine_state, "commit"),
-    "arrays of a batch": (engine_state, "batch_of"),
-    "one transfer": (engine_state, "joined"),
+    "arrays of a batch": (engine_state, "packed_plan"),
+    "one transfer": (engine_repack, "joined"),
     "matching a prediction": (engine_lookahead, "take_predicted"),
     "predictions": (engine_lookahead, "extend"),
 }

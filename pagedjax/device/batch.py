@@ -283,6 +283,18 @@ def joined(batch: Batch) -> OneTransfer:
     return OneTransfer(words, (features, extras), tree, layout)
 
 
+def places(transfer: OneTransfer) -> tuple[tuple[Any, ...], tuple[Any, ...], list[list[Any]]]:
+    """Where each array is in `words`, as a slice of it -> (of the first `CORE` fields of `Batch`, of
+    the fields of `SamplingBatch` but the features, of the `words` of each extra).
+    """
+    slices = []
+    start = 0
+    for shape, _ in transfer.layout:
+        slices.append(slice(start, start + math.prod(shape)))
+        start = slices[-1].stop
+    return jax.tree.unflatten(transfer.tree, slices)
+
+
 def parted(transfer: OneTransfer) -> Batch:
     """The batch again, inside of a program."""
     arrays = []

@@ -62,6 +62,7 @@ class SentStep(NamedTuple):
     side_outputs: SideOutputs = NOTHING  # what its output has beside samples
     place: PlaceInSpan | None = None  # None: the program computes this plan alone
     allocated: Sequence[int] = ()  # of a predicted plan, the blocks that it takes
+    packed: Any = None  # `repack.Packed` of the last step of decodes alone, up to this one
 
     @property
     def cu_q_lens(self) -> np.ndarray:
@@ -181,20 +182,33 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     """
     if plan.copies or plan.swap_in or plan.swap_out:
         return None
+    columns = (predicted.starts, predicted.counts, predicted.lengths)
+    expected = (plan.starts, plan.counts, plan.lengths)
+    pairs = zip(predicted.seqs, plan.seqs, strict=False)
+    if columns == expected and all([a is b or _same_row(a, b) for a, b in pairs]):
+        return tuple(range(len(plan.seqs)))  # as in most steps
     # by arrival and id: when a branch is cancelled before its fork, the next one gets its arrival
     row_of = {(seq.arrival, seq.request.request_id): j for j, seq in enumerate(predicted.seqs)}
     rows = [row_of.get((seq.arrival, seq.request.request_id), -1) for seq in plan.seqs]
     if -1 in rows or rows != sorted(rows):
         return None
     seqs = predicted.seqs
-    columns = (predicted.starts, predicted.counts, predicted.lengths)
     if len(rows) < len(seqs):
         seqs = pick(seqs, rows)
         columns = tuple([pick(column, rows) for column in columns])
-    if columns != (plan.starts, plan.counts, plan.lengths):
+    if columns != expected:
         return None
     same_blocks = [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs]
     return tuple(rows) if same_blocks else None
+
+
+def _same_row(seq: Seq, other: Seq) -> bool:
+    """Whether two records are of the same sequence with the same blocks. Most tables are equal
+    because they are one tuple.
+    """
+    return (
+        seq.request is other.request and seq.arrival == other.arrival and seq.blocks == other.blocks
+    )
 
 
 def first_run(plan: Plan, state: SchedulerState, foresight: Foresight) -> Run:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from immutables import Map
 
-from pagedjax.device.batch import Batch, Shapes, StepShape, joined
+from pagedjax.device.batch import OneTransfer, Shapes, StepShape
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import HostCache, host_cache
 from pagedjax.device.side_outputs import NOTHING
@@ -42,6 +42,7 @@ from pagedjax.engine.lookahead import Foresight, Lookahead, Run, SentStep
 from pagedjax.engine.outcome import NewRequest, Outcome
 from pagedjax.engine.pack import Sources, pack, pack_drafts
 from pagedjax.engine.readers import Readers
+from pagedjax.engine.repack import Packed, pack_next, packed
 from pagedjax.engine.requests import EngineRequest, Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.taps import StepTaps, TapsBegin
@@ -102,6 +103,7 @@ class EngineState(NamedTuple):
         pooled prompts, taps, matchers.
     params_version: how often the parameters were updated.
     began: seconds of time.perf_counter when the scheduler began: the zero of a timed policy.
+    packed: the last step of decodes alone that was sent, from which the next one is packed.
     """
 
     scheduler: SchedulerState
@@ -116,6 +118,7 @@ class EngineState(NamedTuple):
     params_version: int = 0
     began: float = 0.0
     in_flight: InFlight | None = None
+    packed: Packed | None = None
 
     @property
     def has_work(self) -> bool:
@@ -546,7 +549,10 @@ def compute(runtime: Runtime, state: EngineState, plan: Plan) -> EngineState:
         cache, ahead = lookahead.extend(
             ahead, sent, state.scheduler, plan, foresight, cache, partial(send, runtime, state)
         )
-    return state._replace(cache=cache, ahead=ahead, in_flight=InFlight(plan, sent, rows))
+    newest = ahead.sent[-1] if ahead.sent else sent
+    return state._replace(
+        cache=cache, ahead=ahead, in_flight=InFlight(plan, sent, rows), packed=newest.packed
+    )
 
 
 def write_tokens(state: EngineState, current: InFlight) -> None:
@@ -595,12 +601,14 @@ def send(
     if plan.drafts and runtime.draft_model:
         cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
         draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
-    batch = batch_of(runtime, state, plans, previous, unknown_arrivals, draft_probs)
+    past = state.packed if previous is None else previous.packed
+    shape, transfer, memory = packed_plans(
+        runtime, state, plans, previous, unknown_arrivals, draft_probs, past
+    )
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
     programs = runtime.programs if side_outputs is NOTHING else runtime.side_programs[side_outputs]
-    shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None, len(plans))
-    cache, output = programs[shape](runtime.leaves, cache, joined(batch))
+    cache, output = programs[shape](runtime.leaves, cache, transfer)
     places = lookahead.places_in_span(plans) if len(plans) > 1 else [None]
     steps = [
         SentStep(
@@ -613,6 +621,7 @@ def send(
             side_outputs=side_outputs,
             place=place,
             allocated=prediction.allocated,
+            packed=memory,
         )
         for prediction, place in zip(run, places, strict=True)
     ]
@@ -640,16 +649,18 @@ def run_drafter(
     return cache, seconds, output.probs
 
 
-def batch_of(
+def packed_plans(
     runtime: Runtime,
     state: EngineState,
     plans: Sequence[Plan],
     previous: SentStep | None,
     unknown_arrivals: Set[int],
-    draft_probs: jax.Array | None = None,
-) -> Batch:
-    """The arrays of a plan, or of the plans of a span. The arguments are those of `send`, and what
-    `run_drafter` returned.
+    draft_probs: jax.Array | None,
+    past: Packed | None,
+) -> tuple[StepShape, OneTransfer, Packed | None]:
+    """The arrays of a plan, or of the plans of a span -> (its program's shape, the arrays for it,
+    the last step of decodes alone). The arguments are those of `send`, what `run_drafter` returned,
+    and the last step of decodes alone before this one.
     """
     plan = plans[0]
     steps = None
@@ -666,7 +677,15 @@ def batch_of(
         span=steps,
     )
     shapes = present_shapes(runtime)
-    return pack(plan, state.sequences, shapes, runtime.blanks, runtime.chain, sources)
+    blanks = runtime.blanks
+    if past is not None and steps is None:
+        step = pack_next(past, plan, state.sequences, shapes, blanks, sources)
+        if step is not None:
+            return step.shape, step.transfer, step
+    batch = pack(plan, state.sequences, shapes, blanks, runtime.chain, sources)
+    shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None, len(plans))
+    transfer, step = packed(plan, batch, shape, blanks[shape.samples], sources)
+    return shape, transfer, step or past
 
 
 def present_shapes(runtime: Runtime) -> Shapes:

@@ -448,7 +448,7 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
     requests = asks(1)
     expected = run(make(tiny).engine, requests, 1).tokens
     engine = speculative_engine(tiny, folders, "itself", 3)
-    original = engine_state.batch_of
+    original = engine_state.packed_plan
     calls = itertools.count(1)
 
     def failing(*arguments):
@@ -456,7 +456,7 @@ def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatc
             raise RuntimeError("out of luck")
         return original(*arguments)
 
-    monkeypatch.setattr(engine_state, "batch_of", failing)
+    monkeypatch.setattr(engine_state, "packed_plan", failing)
     for ask in requests:
         engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
     results = []
