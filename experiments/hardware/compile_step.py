@@ -15,8 +15,8 @@ parameters and cache are shapes and take no memory here. Nothing is executed.
 The command prints the memory report of one device of such an engine, the collectives of the
 compiled program, and the time that they take on the chip's links, by a roofline
 (experiments/simulation/collectives.py). It fails if the compiler refuses the step, if the cache is
-not updated in place, if a cache array is copied whole, or if the devices exchange anything but what
-a step must (exchanges.py).
+not updated in place, if a cache array is copied whole, if logits are copied, or if the devices
+exchange anything but what a step must (exchanges.py).
 
 For a GPU it prints too what the host launches (launches.py). If `--tokens` is at most `--rows`, the
 step is one of decodes alone.
@@ -84,6 +84,10 @@ def faults(step: Step) -> list[str]:
     if step.aliased < step.cache:
         sentences.append(
             f"only {step.aliased:,} of {step.cache:,} bytes of the cache are updated in place"
+        )
+    if step.logits_copies:
+        sentences.append(
+            f"the logits of rows without options are copied {step.logits_copies} times"
         )
     differences = exchanges.differences(step.collectives, step.required)
     return sentences + [difference.text for difference in differences if difference.wrong]

@@ -29,6 +29,7 @@ from pagedjax.device.batch import Shapes, blank_sampling, joined
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import Placement
+from pagedjax.device.sampling import WAYS_WITHOUT_OPTIONS
 from pagedjax.device.step import StepOutput, make_step
 from pagedjax.engine.geometry import block_shape
 from pagedjax.engine.pack import pack
@@ -90,6 +91,7 @@ class Step(NamedTuple):
     arguments: bytes of the arguments as the compiler lays them out.
     code: bytes of the program. cache: bytes of the cache. aliased: bytes that are updated in place.
     copies: instructions that make an array of the size of a layer's keys, by kind.
+    logits_copies: copies of the logits in a step whose rows have no sampling options.
     collectives: the collectives of the program, each with the number of equal ones.
     required: the exchanges that the step must have.
     rings: how the compiler exchanges, if it says so.
@@ -104,6 +106,7 @@ class Step(NamedTuple):
     cache: int
     aliased: int
     copies: Counter[str]
+    logits_copies: int
     collectives: Counter[Collective]
     required: tuple[exchanges.RequiredExchange, ...]
     rings: Counter[str]
@@ -249,6 +252,7 @@ def _step_of(
         cache=memory.nbytes(pages),
         aliased=stats.alias_size_in_bytes,
         copies=whole_arrays(program, memory.nbytes(layer)),
+        logits_copies=logits_copies(program, samples, model.config.vocab_size),
         collectives=exchanges.collectives_of(program, n),
         required=exchanges.required(
             model.config, model.part, n, plan.tokens, samples, columns, decodes=decodes
@@ -279,6 +283,26 @@ def whole_arrays(program: hlo.Program, nbytes: int) -> Counter[str]:
             instruction = hlo.root(program, hlo.called_computations(instruction)[0])
         counts[instruction.opcode] += 1
     return counts
+
+
+def logits_copies(program: hlo.Program, samples: int, vocab_size: int) -> int:
+    """How many copies of the logits [samples, vocab_size] a run may make without sampling options.
+
+    The last of three branches is left out: it chooses tokens for rows with options (sampling.py).
+    """
+    dims = samples, vocab_size
+
+    def copies_in(computation: str) -> int:
+        count = 0
+        for instruction in program.computations[computation]:
+            if instruction.opcode.startswith("copy"):
+                count += any(array.dims == dims for array in instruction.results)
+            elif instruction.opcode in ("call", "while", "conditional"):
+                called = hlo.called_computations(instruction)
+                count += sum(copies_in(name) for name in called[:WAYS_WITHOUT_OPTIONS])
+        return count
+
+    return copies_in(program.entry)
 
 
 def compile_fitting(

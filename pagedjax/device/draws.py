@@ -39,11 +39,22 @@ def weights(logits: jax.Array, s: SamplingBatch, context: RowContext, chain: Row
     Args:
         logits: [B, V], after the options of the stage "logits".
     """
+    return chain.apply("probs", temperature_weights(logits, s), s.features, context)
+
+
+def temperature_weights(logits: jax.Array, s: SamplingBatch) -> jax.Array:
+    """[B, V] unnormalised probabilities from logits [B, V], after temperature; a greedy row has
+    those of temperature 1.
+    """
     # The best logit is subtracted before the division. After it, a low temperature would multiply
     # the rounding error.
     below = logits - row_maxima(logits)
     relative = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
-    return chain.apply("probs", relative, s.features, context)
+    # On a CPU the bits of an exponential depend on what is computed with it (row_reductions.py), and
+    # a row must draw the same token beside rows with options. A GPU need not store the weights.
+    return jax.lax.platform_dependent(
+        relative, cpu=jax.lax.optimization_barrier, default=lambda x: x
+    )
 
 
 def draw(weights: jax.Array, s: SamplingBatch, seed: jax.Array, stream: int = 0) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pagedjax.device import rejection
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
 from pagedjax.device.checks import check_shape
-from pagedjax.device.draws import best_tokens, draw, weights
+from pagedjax.device.draws import best_tokens, draw, temperature_weights, weights
 from pagedjax.device.extras import Drafted
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
@@ -29,6 +29,7 @@ PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
 # Samples at a time on a CPU, so that arrays stay small: malloc returns blocks above 32 MiB to the
 # system, and each new one is mapped again page by page.
 CPU_TILE = 8
+WAYS_WITHOUT_OPTIONS = 2  # of choosing tokens: the best ones, and draws by temperature alone
 
 
 class SampledTokens(NamedTuple):
@@ -100,12 +101,20 @@ def sample(
         context = RowContext(history.tokens, tables, lens, s.prompt_len, s.position)
         return _choose(x, s, context, seed, chain, drafted)
 
+    def choose_by_temperature(
+        x: jax.Array, s: SamplingBatch, tables: jax.Array, lens: jax.Array, drafted: Drafted | None
+    ) -> jax.Array:
+        return _choose_by_temperature(x, s, seed, drafted)
+
     # Each branch goes from logits to tokens: XLA would copy logits that a branch returns unchanged.
-    takes_best = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
-    tokens = jax.lax.cond(
-        takes_best,
-        lambda x, *_: best_tokens(x),
-        partial(_tiled, choose, tile),
+    # Only the last branch has conditionals of options inside, which do return logits.
+    tokens = jax.lax.switch(
+        _way_of_choosing(s, chain),
+        (
+            lambda x, *_: best_tokens(x),
+            partial(_tiled, choose_by_temperature, tile),
+            partial(_tiled, choose, tile),
+        ),
         logits,
         s,
         history.block_tables,
@@ -161,6 +170,23 @@ def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *r
     return jax.lax.fori_loop(0, -(-r // tile), body, zeros)
 
 
+def _way_of_choosing(s: SamplingBatch, chain: RowChain) -> jax.Array:
+    """[] int32: 0 if each row takes its best token, 1 if a row draws by its temperature alone,
+    WAYS_WITHOUT_OPTIONS if the options of a row change its logits or weights.
+    """
+    draws = s.temperature > 0
+    has_options = chain.uses("logits", s.features) | (draws & chain.uses("probs", s.features))
+    return jnp.where(has_options, WAYS_WITHOUT_OPTIONS, draws.astype(jnp.int32)).max()
+
+
+def _choose_by_temperature(
+    logits: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted | None
+) -> jax.Array:
+    """[R] a token drawn at the temperature of its row, or the best one; no row has an option."""
+    drawn = _drawn(temperature_weights(logits, s), s, seed, drafted)
+    return jnp.where(s.temperature > 0, drawn, best_tokens(logits))
+
+
 def _choose(
     logits: jax.Array,
     s: SamplingBatch,
@@ -176,15 +202,21 @@ def _choose(
     def drawn(
         logits: jax.Array, s: SamplingBatch, context: RowContext, drafted: Drafted | None
     ) -> jax.Array:
-        row_weights = weights(logits, s, context, chain)
-        if drafted is None:
-            return draw(row_weights, s, seed)
-        return rejection.draw_or_accept(row_weights, s, seed, drafted)
+        return _drawn(weights(logits, s, context, chain), s, seed, drafted)
 
     tokens = jax.lax.cond(
         jnp.any(s.temperature > 0), drawn, lambda *_: best, logits, s, context, drafted
     )
     return jnp.where(s.temperature > 0, tokens, best)
+
+
+def _drawn(
+    row_weights: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted | None
+) -> jax.Array:
+    """[R] a token of each row of weights [R, V], or its draft."""
+    if drafted is None:
+        return draw(row_weights, s, seed)
+    return rejection.draw_or_accept(row_weights, s, seed, drafted)
 
 
 def prompt_logprobs(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core.primitives import dot_general_p
+from jax.extend.core.primitives import cond_p, dot_general_p
 
 from pagedjax.device import draws
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
@@ -32,7 +32,13 @@ from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 from pagedjax.device.row_features.penalties import PENALTIES
 from pagedjax.device.row_features.truncation import TOP_K, TOP_P
-from pagedjax.device.sampling import History, by_maxima, prompt_logprobs, sample
+from pagedjax.device.sampling import (
+    WAYS_WITHOUT_OPTIONS,
+    History,
+    by_maxima,
+    prompt_logprobs,
+    sample,
+)
 from pagedjax.options.params import SamplingParams
 from tests.refusals import refused
 
@@ -350,6 +356,52 @@ def test_no_sum_of_sampling_is_a_product(tile):
     token is drawn too often."""
     arguments = jnp.zeros((B, V)), *batch([{}] * B), np.uint32(0)
     assert not list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
+
+
+# --- conditionals -------------------------------------------------------------------------------
+
+
+def conditionals(jaxpr: Any) -> Iterator[Any]:
+    """The conditionals of a jaxpr, also in its loops and branches. Of the ways to choose a token,
+    the last one is left out, which is for rows with options. A choice by platform is none.
+    """
+    platforms = [x for e in jaxpr.eqns if e.primitive.name == "platform_index" for x in e.outvars]
+    for equation in jaxpr.eqns:
+        inner = [x for x in jax.tree.leaves(list(equation.params.values())) if is_jaxpr(x)]
+        if equation.primitive is cond_p and equation.invars[0] not in platforms:
+            yield equation
+            inner = inner[:WAYS_WITHOUT_OPTIONS]
+        for x in inner:
+            yield from conditionals(x)
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")
+
+
+@pytest.mark.parametrize("tile", [None, TILE])
+def test_no_conditional_hands_logits_on_unless_a_row_has_options(tile):
+    """What a branch returns as it came, a GPU copies in every step."""
+    arguments = jnp.zeros((B, V)), *batch([{}] * B), np.uint32(0)
+    jaxpr = jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)
+    found = list(conditionals(jaxpr))
+    assert max(len(equation.params["branches"]) for equation in found) == WAYS_WITHOUT_OPTIONS + 1
+    results = [x.aval.shape for equation in found for x in equation.outvars]
+    assert results
+    assert not [shape for shape in results if V in shape]
+
+
+@pytest.mark.default_cases("0.8")
+@pytest.mark.parametrize("temperature", [0.8, 1e-6])
+def test_rows_without_options_draw_the_same_beside_rows_with_them(temperature):
+    """They are computed by another branch then."""
+    logits = random_logits(22)
+    rows: list[Row] = [{"seed": i, "temperature": temperature * (i % 3)} for i in range(B)]
+    for position in range(20):
+        rows = [row | {"position": position} for row in rows]
+        for option in ({"temperature": 1.0, "top_p": 0.5}, {"logit_bias": {3: 9.0}}):
+            beside = draw(logits, [*rows[:-1], option])
+            assert beside[:-1].tolist() == draw(logits, rows)[:-1].tolist()
 
 
 # --- what a token depends on ----------------------------------------------------------------------

@@ -5,7 +5,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -195,7 +195,7 @@ class RowChain:
     # on the device --------------------------------------------------------------------------------
 
     def uses(self, stage: Stage, rows: Mapping[str, FeatureRows]) -> jax.Array:
-        """[] bool: some row uses a feature of this stage."""
+        """[B] bool: the row uses a feature of this stage."""
         return _uses(self.stage(stage), rows)
 
     def apply(
@@ -226,7 +226,7 @@ class RowChain:
         for group in (by_step, by_request):
             if group:
                 x = jax.lax.cond(
-                    _uses(group, rows),
+                    jnp.any(_uses(group, rows)),
                     partial(apply_all, group),
                     lambda x, *_: x,
                     x,
@@ -237,8 +237,8 @@ class RowChain:
 
 
 def _uses(features: Sequence[RowFeature], rows: Mapping[str, FeatureRows]) -> jax.Array:
-    """[] bool: some row uses one of the features."""
-    return jnp.any(jnp.array([jnp.any(rows[f.name].on) for f in features]))
+    """[B] bool: the row uses one of the features, of which there is at least one."""
+    return reduce(jnp.logical_or, [rows[f.name].on for f in features])
 
 
 def _is_set(params: SamplingParams, name: str) -> bool:

@@ -147,6 +147,9 @@ def test_what_must_not_be_in_a_step_is_named(step):
     ]
     (text,) = compile_step.faults(clean._replace(aliased=step.cache - 1))
     assert text.endswith(f" of {step.cache:,} bytes of the cache are updated in place")
+    assert compile_step.faults(clean._replace(logits_copies=3)) == [
+        "the logits of rows without options are copied 3 times"
+    ]
     (text,) = compile_step.faults(clean._replace(required=step.required[1:]))
     assert text.startswith("all-reduce: ")
 
@@ -171,6 +174,35 @@ ENTRY %main (p: bf16[9,2,8,128], q: bf16[4,2,8,128]) -> bf16[9,2,8,128] {
     )
     counts = compiled.whole_arrays(program, 2 * 9 * 2 * 8 * 128)
     assert counts == Counter({"parameter": 1, "copy": 1, "copy-start": 1, "scatter": 1})
+
+
+def test_copies_of_logits_are_counted_where_no_row_has_options():
+    """Not in a fusion, which copies nothing, nor in the last of three branches."""
+    program = hlo.parse(
+        """
+%copied (a: f32[4,300]) -> f32[4,300] {
+  %a = f32[4,300]{1,0} parameter(0)
+  ROOT %b = f32[4,300]{1,0} copy(%a)
+}
+%best (c: f32[4,300]) -> s32[4] {
+  %c = f32[4,300]{1,0} parameter(0)
+  %d = f32[4,300]{1,0} fusion(%c), kind=kLoop, calls=%copied
+  ROOT %e = s32[4]{0} custom-call(%d)
+}
+%general (f: f32[4,300]) -> s32[4] {
+  %f = f32[4,300]{1,0} parameter(0)
+  %g = f32[4,300]{1,0} conditional(s32[] %f, %f), branch_computations={%copied, %copied}
+  ROOT %h = s32[4]{0} custom-call(%g)
+}
+ENTRY %main (p: f32[4,300]) -> s32[4] {
+  %p = f32[4,300]{1,0} parameter(0)
+  %q = s32[4]{0} copy(%p)
+  ROOT %r = s32[4]{0} conditional(%p, %p), branch_computations={%best, %best, %general}
+}
+"""
+    )
+    assert compiled.logits_copies(program, 4, 300) == 0
+    assert compiled.logits_copies(program._replace(entry="general"), 4, 300) == 2
 
 
 @pytest.mark.slow
