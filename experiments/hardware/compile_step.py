@@ -7,6 +7,7 @@ r"""Does an engine's whole step compile for chips that are not here, and how man
     python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --mesh tensor=8 \
         --layers 2
     python -m experiments.hardware.compile_step --target h200 --model llama-3-70b --mesh tensor=8
+    python -m experiments.hardware.compile_step --target h200 --model tinyllama-1.1b --span 8
 
 A TPU needs libtpu, which contains the compiler; a GPU needs JAX 0.11 with its CUDA plugin, and
 ptxas. Model, attention through the chip's kernel, and sampling are one program, as in an engine;
@@ -21,6 +22,12 @@ exchange anything but what a step must (exchanges.py).
 For a GPU it prints too what the host launches (launches.py). If `--tokens` is at most `--rows`, the
 step is one of decodes alone.
 
+`--span 8` compiles 8 decode steps as one program (pagedjax/device/span.py), and one step beside it:
+it prints how a GPU's host runs the loop, and the launches, the copies and the memory of both
+programs. `--loops` chooses how: "graph", as an engine does, has the loop in the CUDA graph; for
+"host" the host launches a turn's graph again and again; "unrolled" repeats the turn within the
+graph.
+
 `--layers` compiles a step of fewer layers. The report's weights and cache are then those of all
 layers, because they grow linearly with the layers. The step's own memory is that of the compiled
 layers.
@@ -33,14 +40,17 @@ import sys
 
 import jax
 
+from experiments.bench.harness import at_least_1
 from experiments.bench.random_llama import SHAPES, WEIGHTS, with_weights
 from experiments.hardware import compilers, exchanges, launches
 from experiments.hardware.compiled import (
     DTYPE,
+    LOOPS,
     Plan,
     Room,
     Step,
     compile_fitting,
+    compile_step,
     on_mesh,
     on_one_device,
     room,
@@ -71,7 +81,7 @@ MODELS = SHAPES | {
 }
 # instructions that may have a cache array as result: an in-place kernel or scatter, or an
 # instruction that moves nothing
-HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter"}
+HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter", "while"}
 
 
 def faults(step: Step) -> list[str]:
@@ -155,6 +165,43 @@ def exchange_lines(
     return "\n".join([*lines, sentence])
 
 
+def span_lines(span: Step, single: Step, plan: Plan) -> str:
+    """A program of several steps beside that of one step, as lines."""
+    lines = [f"a span of {plan.span} steps, beside one step:"]
+    if span.loop is not None:
+        launches_of = (
+            sum(kind.launches for kind in kinds) for kinds in (span.loop.kinds, single.kinds)
+        )
+        lines += [
+            f"  {loop_sentence(span.loop)}",
+            "  {} launches in each step; {} in one step".format(*launches_of),
+        ]
+    elif span.kinds:
+        lines.append("  the compiler has made no loop of it")
+    lines += [
+        f"  copies as large as the logits: {copies_text(span)} in each step; "
+        f"{copies_text(single)} in one step",
+        f"  {memory.size(span.activations)} of memory beside the arguments; "
+        f"{memory.size(single.activations)} for one step",
+    ]
+    return "\n".join(lines)
+
+
+def copies_text(step: Step) -> str:
+    """The large copies of a step."""
+    texts = [f"{count} x {name}" for name, count in sorted(step.large.items())]
+    return ", ".join(texts) or "none"
+
+
+def loop_sentence(loop: launches.Loop) -> str:
+    """Who runs the loop of a span."""
+    if loop.in_graph:
+        return "its loop is in a CUDA graph, which the host launches once"
+    graphs = f"{loop.graphs} CUDA graph{'' if loop.graphs == 1 else 's'}"
+    waits = f"waits for {loop.waits} condition{'' if loop.waits == 1 else 's'} on the device"
+    return f"the host runs its loop: in each step it launches {graphs} and {waits}"
+
+
 def compile_step_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -182,7 +229,9 @@ def compile_step_parser() -> argparse.ArgumentParser:
         default="xla",
         help="the implementation of products (default xla)",
     )
-    parser.add_argument("--tokens", type=int, default=512, help="of the largest step (default 512)")
+    parser.add_argument(
+        "--tokens", type=int, help="of the largest step (default 512; of a span, --rows)"
+    )
     parser.add_argument("--rows", type=int, default=64, help="sequences of a step (default 64)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument(
@@ -193,6 +242,15 @@ def compile_step_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--layers", type=int, help="fewer layers than the model has, to compile faster"
+    )
+    parser.add_argument(
+        "--span", type=at_least_1, default=1, help="decode steps in one program (default 1)"
+    )
+    parser.add_argument(
+        "--loops",
+        choices=tuple(LOOPS),
+        default="graph",
+        help="how a GPU runs the loop of a span (default graph)",
     )
     return parser
 
@@ -247,11 +305,27 @@ def check_products(config: DecoderConfig, target: Target, mesh: MeshConfig | Non
         raise ValueError(f"--linear {name!r} {obstacle}; choose other --weights, or 'xla'")
 
 
+def check_span(args: argparse.Namespace, target: Target) -> None:
+    """Raises ValueError if the options of a span do not fit together."""
+    if args.loops != "graph" and (target.platform != "cuda" or args.span == 1):
+        raise ValueError(f"--loops is {args.loops!r}, which is for a --span on a GPU")
+    if args.span == 1:
+        return
+    if args.mesh is not None:
+        raise ValueError(f"--span is {args.span}, which is for one device; leave --mesh out")
+    if args.tokens is not None and args.tokens > args.rows:
+        raise ValueError(
+            f"--tokens is {args.tokens} and --rows {args.rows}; a span has one token of each row, "
+            "so leave --tokens out"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     args = compile_step_parser().parse_args(argv)
     target = compilers.target(args.target)
     mesh = args.mesh or MeshConfig()
     try:
+        check_span(args, target)
         compiled = config_of(args.model, args.weights, args.layers, args.linear)
         full = config_of(args.model, args.weights, products=args.linear)
         check_products(full, target, args.mesh)
@@ -289,13 +363,17 @@ def compile_and_report(
         full: the model with all layers.
         part: what one device has of `full`.
     """
-    plan = Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
+    tokens = args.tokens or (512 if args.span == 1 else args.rows)
+    sizes = (tokens, args.rows, args.block_size, args.length, args.fraction)
+    plan = Plan(*sizes, span=args.span, loops=args.loops)
     n = args.mesh.size if args.mesh else 1
     chips = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
     weights = args.weights
     if args.linear != "xla":
         weights += f" for {args.linear}"
     name = f"{args.model} in {weights}, {plan.tokens} tokens a step"
+    if plan.span > 1:
+        name += f", {plan.span} steps"
     left_out = full.layers - compiled.layers
     if left_out:
         name += f", {compiled.layers} of {full.layers} layers"
@@ -308,6 +386,10 @@ def compile_and_report(
         step, fit = compile_fitting(
             model, target, plan, device_room, devices[0], all_layers=not left_out
         )
+        single = None
+        if plan.span > 1:
+            usable = min(fit, device_room.useful)
+            single = compile_step(model, target, plan._replace(span=1), usable, devices[0])
     except ValueError as error:
         print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
@@ -318,6 +400,7 @@ def compile_and_report(
         memory_lines(device_room, step, fit, plan, (compiled.layers, full.layers)),
         exchange_lines(step, compiled, target, plan, n, left_out),
         launches.lines(step.kinds, step.graphs) if step.kinds else "",
+        span_lines(step, single, plan) if single else "",
         f"Pallas kernels: {kernels or 'none'}",
         f"{name}: compiled for {chips} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}",
         "" if sentences else "the cache is updated in place",

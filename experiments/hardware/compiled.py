@@ -32,25 +32,38 @@ from pagedjax.device.placement import Placement
 from pagedjax.device.sampling import WAYS_WITHOUT_OPTIONS
 from pagedjax.device.step import StepOutput, make_step
 from pagedjax.engine.geometry import block_shape
-from pagedjax.engine.pack import pack
+from pagedjax.engine.pack import Sources, pack
 from pagedjax.engine.programs import compiler_options
 from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.weights.tree import name_of
 from pallas_kernels import aot
 
 DTYPE = "bfloat16"  # of activations and of the cache
+FLOAT32 = 4  # bytes of a logit
+# How a GPU may run the loop of a span, and the options that say so
+LOOPS: dict[str, dict[str, str | bool]] = {
+    "graph": {},  # as an engine: the loop is a part of the CUDA graph
+    "host": {launches.BUFFERS: launches.GRAPHS["no loops"]},
+    "unrolled": {"xla_gpu_command_buffer_unroll_loops": True},
+}
 NO_MEMORY = re.compile("ran out of memory (on|in memory space) hbm", re.IGNORECASE)
 FALLBACK_BLOCKS = 8  # of the cache of a measured step, if more leave no room for the step
 
 
 class Plan(NamedTuple):
-    """The sizes of an engine that determine its largest step and its memory."""
+    """The sizes of an engine that determine its largest step and its memory.
+
+    span: the steps of the compiled program; with more than one, all are decodes.
+    loops: how a GPU runs the loop of a span, a key of LOOPS.
+    """
 
     tokens: int
     rows: int
     block_size: int
     length: int
     fraction: float  # share of the memory beside the weights
+    span: int = 1
+    loops: str = "graph"
 
 
 class Room(NamedTuple):
@@ -97,7 +110,10 @@ class Step(NamedTuple):
     rings: how the compiler exchanges, if it says so.
     seconds: the time of compiling.
     kernels: how often it runs each Pallas kernel.
+    large: copies of arrays as large as the logits or larger in one step, by their shape. Those in a
+        branch may not run, and "in a branch" is behind their shape.
     kinds, graphs: for a GPU, the launches of the host, and the number of CUDA graphs.
+    loop: for a GPU, the loop of a span; None: there is none.
     """
 
     activations: int
@@ -112,8 +128,10 @@ class Step(NamedTuple):
     rings: Counter[str]
     seconds: float
     kernels: Counter[str]
+    large: Counter[str]
     kinds: tuple[launches.Kind, ...] = ()
     graphs: int | None = None
+    loop: launches.Loop | None = None
 
 
 # --- the model and the arguments, as shapes -------------------------------------------------------
@@ -150,9 +168,10 @@ def blank_batch(model: Model, plan: Plan, decodes: bool = False) -> Any:
     fixed = Shapes(
         (plan.tokens,), plan.rows, plan.block_size, width, plan.length, model.config.vocab_size
     )
-    fixed = fixed._replace(decode_buckets=(plan.tokens,) if decodes else ())
+    fixed = fixed._replace(decode_buckets=(plan.tokens,) if decodes else (), span=plan.span)
     rows = fixed.rows(plan.tokens)
-    return pack(EMPTY_PLAN, {}, fixed, {rows: blank_sampling(rows)})
+    sources = Sources(span=() if plan.span > 1 else None)
+    return pack(EMPTY_PLAN, {}, fixed, {rows: blank_sampling(rows)}, sources=sources)
 
 
 def room(part: DecoderConfig, target: Target, plan: Plan, name: str) -> Room:
@@ -190,7 +209,7 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
             traced = step.trace(leaves, pages, batch)
             lowered = traced.lower(lowering_platforms=(target.platform,))  # pyright: ignore
             with aot.everything_printed() if gpu else nullcontext(str) as printed:
-                compiled = lowered.compile(compiler_options("gpu" if gpu else target.platform))
+                compiled = lowered.compile(options_of(target, plan))
     except jax.errors.JaxRuntimeError as error:
         if not NO_MEMORY.search(str(error)):
             raise
@@ -199,8 +218,19 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
     result = _step_of(compiled, lowered.out_info[1], model, plan, pages, seconds, decodes)
     if not gpu:
         return result
-    kinds = launches.kinds(hlo.parse(compiled.as_text()))
-    return result._replace(kinds=kinds, graphs=launches.graphs(printed()))
+    program = hlo.parse(compiled.as_text())
+    return result._replace(
+        kinds=launches.kinds(program),
+        graphs=launches.graphs(printed()),
+        loop=launches.loop(program, plan.span, printed()),
+    )
+
+
+def options_of(target: Target, plan: Plan) -> dict[str, str | bool]:
+    """The compiler's options for a step."""
+    if target.platform != "cuda":
+        return compiler_options(target.platform)
+    return compiler_options("gpu") | LOOPS[plan.loops]
 
 
 def _step_arguments(
@@ -242,16 +272,16 @@ def _step_of(
     program = hlo.parse(compiled.as_text())
     stats = compiled.memory_analysis()
     n = model.placement.sizes.size if model.placement else 1
-    samples = output.sampled.tokens.shape[0]
+    samples = output.sampled.tokens.shape[-1]
     columns = _columns(output.sampled, samples), _columns(output.prompt, plan.tokens)
-    layer = pages.k[0]
+    layer = memory.nbytes(pages.k[0])
     return Step(
         activations=memory.activations_peak(compiled),
         arguments=stats.argument_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         cache=memory.nbytes(pages),
         aliased=stats.alias_size_in_bytes,
-        copies=whole_arrays(program, memory.nbytes(layer)),
+        copies=whole_arrays(program, layer),
         logits_copies=logits_copies(program, samples, model.config.vocab_size),
         collectives=exchanges.collectives_of(program, n),
         required=exchanges.required(
@@ -260,6 +290,10 @@ def _step_of(
         rings=exchanges.rings(program),
         seconds=seconds,
         kernels=launches.kernels(program),
+        large=large_copies(
+            hlo.loop_body(program, plan.span) or program,
+            FLOAT32 * samples * model.config.vocab_size,
+        ),
     )
 
 
@@ -303,6 +337,19 @@ def logits_copies(program: hlo.Program, samples: int, vocab_size: int) -> int:
         return count
 
     return copies_in(program.entry)
+
+
+def large_copies(program: hlo.Program, nbytes: int) -> Counter[str]:
+    """Count the copies of arrays of so many bytes or more, by their shape and place."""
+    counts: Counter[str] = Counter()
+    for site in hlo.sites(program):
+        instruction = site.instruction
+        if site.fused or instruction.opcode not in ("copy", "copy-start"):
+            continue
+        array = instruction.results[0]
+        if array.nbytes >= nbytes:
+            counts[f"{array} in a branch" if site.branch else str(array)] += site.times
+    return counts
 
 
 def compile_fitting(

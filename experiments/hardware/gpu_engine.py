@@ -39,18 +39,13 @@ from experiments.bench.harness import arguments_of, at_least_1, bench_parser
 from experiments.bench.random_llama import SHAPES, random_model
 from experiments.core.environment import environment
 from experiments.core.json_files import write_json
+from experiments.hardware.launches import BUFFERS, GRAPHS
 from experiments.simulation.cost import Chip, Roofline, shape_of, work_of
 from pagedjax import Engine, EngineConfig, SamplingParams
 from pagedjax.device.models import Model
 from pagedjax.engine import programs
 
 Request = tuple[list[int], int]  # prompt, output tokens
-BUFFERS = "xla_gpu_enable_command_buffer"
-GRAPHS = {  # what XLA puts into CUDA graphs
-    "all": programs.GPU_OPTIONS[BUFFERS],
-    "no loops": str(programs.GPU_OPTIONS[BUFFERS]).replace(",WHILE", ""),
-    "none": "INVALID",
-}
 TRACED = 200  # output tokens of requests in a trace: all decode at once for some steps
 REHEARSED: dict[str, Any] = {
     "shape": "small",

@@ -29,6 +29,7 @@ CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
 )
 BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+BODY = re.compile(r"\bbody=%?([\w.-]+)")  # of a loop
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # other instructions call scalar functions, such as that of a sum
 CALLERS = ("fusion", "call", "while", "conditional", "async-start")
@@ -204,6 +205,14 @@ def trips(instruction: Instruction) -> int:
     """How often a loop runs its body; 1 if the compiler does not print it, or if there is no loop."""
     count = TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
     return int(count[1]) if count else 1
+
+
+def loop_body(program: Program, turns: int) -> Program | None:
+    """The body of the entry's loop of so many turns, as a program; None if there is no such loop."""
+    for instruction in program.computations[program.entry]:
+        if instruction.opcode == "while" and trips(instruction) == turns > 1:
+            return program._replace(entry=BODY.findall(instruction.attributes)[0])
+    return None
 
 
 def root(program: Program, computation: str) -> Instruction:

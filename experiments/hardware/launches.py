@@ -15,7 +15,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from experiments.hardware import hlo
+from pagedjax.engine import programs
 
+BUFFERS = "xla_gpu_enable_command_buffer"
+GRAPHS = {  # what XLA puts into CUDA graphs
+    "all": programs.GPU_OPTIONS[BUFFERS],
+    "no loops": str(programs.GPU_OPTIONS[BUFFERS]).replace(",WHILE", ""),
+    "none": "INVALID",
+}
 # instructions that move and compute nothing
 NO_LAUNCH = {
     "parameter",
@@ -35,6 +42,7 @@ OPERATION = re.compile(r'op_name="([^"]*)"')
 SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and marks of copies
 GRAPH_LOG_LEVEL = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
 GRAPH_LINE = "Creating command buffer thunk with the following thunks"
+PARTS_LINE = re.compile(f"{GRAPH_LINE}: (.*)")
 
 
 class Kind(NamedTuple):
@@ -43,6 +51,22 @@ class Kind(NamedTuple):
     name: str
     launches: int
     nbytes: int
+
+
+class Loop(NamedTuple):
+    """The loop of a span: its turns are the steps.
+
+    kinds: the launches of one turn.
+    in_graph: whether the whole loop is in a CUDA graph. Else the host runs it.
+    graphs: if the host runs it, the CUDA graphs of a turn.
+    waits: if the host runs it, the branches and loops of a turn that are in no graph: it waits for
+        the condition of each, and for those inside it.
+    """
+
+    kinds: tuple[Kind, ...]
+    in_graph: bool
+    graphs: int = 0
+    waits: int = 0
 
 
 def kinds(program: hlo.Program) -> tuple[Kind, ...]:
@@ -107,6 +131,38 @@ def graphs(log: str) -> int | None:
     """
     count = log.count(GRAPH_LINE)
     return count if count or "command_buffer_conversion_pass" in log else None
+
+
+def loop(program: hlo.Program, turns: int, log: str) -> Loop | None:
+    """The program's loop of so many turns; None if there is no such loop.
+
+    Args:
+        log: what the compiler printed.
+    """
+    body = hlo.loop_body(program, turns)
+    if body is None:
+        return None
+    parts_of_graphs = [set(line.split(", ")) for line in PARTS_LINE.findall(log)]
+    parts = set().union(*parts_of_graphs)
+    instructions = body.computations[body.entry]
+    names = {instruction.name for instruction in instructions}
+    in_graph = any(
+        instruction.name in parts and body.entry in hlo.called_computations(instruction)
+        for instruction in program.computations[program.entry]
+    )
+    if in_graph:
+        return Loop(kinds(body), in_graph)
+    waits = [
+        instruction.name
+        for instruction in instructions
+        if instruction.opcode in ("conditional", "while") and instruction.name not in parts
+    ]
+    return Loop(
+        kinds(body),
+        in_graph,
+        graphs=sum(not names.isdisjoint(graph) for graph in parts_of_graphs),
+        waits=len(waits),
+    )
 
 
 def lines(by_kind: tuple[Kind, ...], graph_count: int | None, most_kinds: int = 12) -> str:

@@ -205,6 +205,44 @@ ENTRY %main (p: f32[4,300]) -> s32[4] {
     assert compiled.logits_copies(program._replace(entry="general"), 4, 300) == 2
 
 
+def test_large_copies_are_counted_by_shape_and_place():
+    program = hlo.parse(
+        """
+%yes (x.1: f32[8,4]) -> f32[8,4] {
+  %x.1 = f32[8,4]{1,0} parameter(0)
+  ROOT %in_branch = f32[8,4]{1,0} copy(%x.1)
+}
+%no (x.2: f32[8,4]) -> f32[8,4] {
+  ROOT %x.2 = f32[8,4]{1,0} parameter(0)
+}
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %large = f32[2,8,4]{2,1,0} copy(%x)
+  %small = f32[8]{0} copy(%x)
+  ROOT %c = f32[8,4]{1,0} conditional(%x, %x, %x), branch_computations={%yes, %no}
+}
+"""
+    )
+    counts = compiled.large_copies(program, 4 * 8 * 4)
+    assert counts == Counter({"f32[8,4] in a branch": 1, "f32[2,8,4]": 1})
+
+
+@pytest.mark.slow
+def test_a_span_from_shapes_is_in_place_and_stands_beside_one_step():
+    model = compiled.on_one_device(compile_step.config_of("small", "bfloat16", 1))
+    plan = PLAN._replace(tokens=PLAN.rows, span=4)
+    span, single = (
+        compiled.compile_step(model, CPU, sizes, blocks=50, device=jax.devices()[0])
+        for sizes in (plan, plan._replace(span=1))
+    )
+    assert span is not None
+    assert single is not None
+    assert span.aliased == span.cache
+    text = compile_step.span_lines(span, single, plan)
+    assert text.startswith("a span of 4 steps, beside one step:")
+    assert f"{memory.size(single.activations)} for one step" in text
+
+
 @pytest.mark.slow
 def test_layers_that_are_not_compiled_are_in_the_report(step):
     config = compile_step.config_of("small", "bfloat16")
@@ -270,6 +308,9 @@ def test_a_wrong_mesh_is_an_error(capsys):
             ["--linear", "pallas_tpu"],
             "multiplies matrices in words, .* and the model's are bfloat16; choose other --weights",
         ),
+        (["--loops", "host"], "--loops is 'host', which is for a --span on a GPU"),
+        (["--span", "8", "--mesh", "tensor=2"], "--span is 8, which is for one device"),
+        (["--span", "8", "--tokens", "512"], "--tokens is 512 and --rows 64; a span has one"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, arguments, message):

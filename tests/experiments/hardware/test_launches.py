@@ -82,6 +82,28 @@ def test_a_kernel_has_the_name_of_its_operation_or_of_its_instruction(name, kern
     assert launches.kernels(hlo.parse(PROGRAM)) == {"paged_decode": 1}
 
 
+@pytest.mark.parametrize(
+    ("thunks", "loop"),
+    [
+        (["loop_add_fusion, walk, copy.12.remat3"], (True, 0, 0)),
+        (["loop_add_fusion, mpmd_map.3", "loop_add_fusion.7"], (False, 1, 1)),
+        (["loop_add_fusion.7, choice"], (False, 1, 0)),
+        ([], (False, 0, 1)),
+    ],
+)
+def test_the_loop_of_a_span_is_in_a_graph_or_the_hosts(thunks, loop):
+    choice = (
+        "  %choice = (f32[8,4]{1,0}) conditional(%item, %x, %x), branch_computations={%yes, %no}"
+    )
+    body_root = "  ROOT %next = "
+    program = hlo.parse(PROGRAM.replace(body_root, f"{choice}\n{body_root}"))
+    log = "\n".join(f"I pass.cc:564] {GRAPH_LINE}: {names}" for names in thunks)
+    turn = (Kind("loop_add_fusion", 1, 128),)
+    assert launches.loop(program, 3, log) == launches.Loop(turn, *loop)
+    assert launches.loop(program, 4, log) is None
+    assert launches.loop(program, 1, log) is None
+
+
 def test_a_compiled_program_has_launches():
     text = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((64, 64))).compile().as_text()
     assert sum(kind.launches for kind in launches.kinds(hlo.parse(text))) >= 1
