@@ -1,11 +1,12 @@
 """How many microseconds of the host does an engine's decode step take?
 
-    python -m experiments.bench.host [--rows 1 64 256] [--lookahead 0 1] [--output 600 1024]
-        [--json out.json]
+    python -m experiments.bench.host [--rows 1 64 256] [--lookahead 0 1] [--span 1 8]
+        [--output 600 1024] [--json out.json]
 
 A stub takes the place of the device's programs: it gives back the same tokens at once. So nothing
 is computed or compiled, and all time is the host's: schedule, pack, transfer, the call, commit. On
-a device that is faster than this time, the host is the limit.
+a device that is faster than this time, the host is the limit. With `--span` so many steps are one
+program, which the host sends with the first of them; so compare means, which count all steps.
 
 The prompts are those of nano-vllm's benchmark, 100 to 1,024 random tokens. Outputs have 600 to
 1,024, so that all rows decode together for some hundred steps, and these steps count. Then the
@@ -23,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,6 +43,7 @@ from experiments.bench.harness import (
 )
 from experiments.bench.random_llama import random_model
 from pagedjax import Engine, EngineConfig
+from pagedjax.device.batch import StepShape
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import SampledTokens
 from pagedjax.device.step import StepOutput
@@ -86,15 +89,18 @@ class StubPrograms(dict[Any, Callable[..., Any]]):
 
     def __init__(self, sequences: int) -> None:
         super().__init__()
-        tokens = jax.device_put(np.arange(sequences, dtype=np.int32) + 5)
+        self._tokens = np.arange(sequences, dtype=np.int32) + 5
+
+    def __missing__(self, shape: StepShape) -> Callable[..., Any]:
+        fed = jax.device_put(self._tokens)
+        tokens = fed if shape.span == 1 else jax.device_put(np.tile(self._tokens, (shape.span, 1)))
         unread: Any = None  # results that no request of this benchmark wants
         sampled = SampledTokens(
             tokens, logprobs=unread, ranks=unread, top_ids=unread, top_logprobs=unread
         )
-        self._output = StepOutput(sampled, prompt=unread, fed=tokens)
-
-    def __missing__(self, shape: Any) -> Callable[..., Any]:
-        return lambda leaves, cache, words: (cache, self._output)
+        output = StepOutput(sampled, prompt=unread, fed=fed)
+        self[shape] = lambda leaves, cache, words: (cache, output)
+        return self[shape]
 
 
 class Collections:
@@ -155,6 +161,7 @@ class HostTimes(NamedTuple):
 
     rows: int
     lookahead: int
+    span: int
     steps: int
     median: float
     mean: float
@@ -168,19 +175,21 @@ def measure(
     model: Model,
     rows: int,
     lookahead: int,
+    span: int = 1,
     output: tuple[int, int] = OUTPUT,
     clock: Clock | None = None,
 ) -> HostTimes:
     """Run as many requests as there are rows.
 
     Args:
+        span: decode steps in one program.
         output: the fewest and the most tokens of an output.
         clock: times the parts of steps.
 
     Raises:
         ValueError: too few steps have so many rows.
     """
-    engine = engine_of(model, rows, lookahead, output[1])
+    engine = engine_of(model, rows, lookahead, span, output[1])
     workload = Workload(rows, PROMPT, output)
     prompts, params = requests_of(workload, SHAPE["vocab_size"], seed=0)
     for number, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
@@ -201,6 +210,7 @@ def measure(
     return HostTimes(
         rows=rows,
         lookahead=lookahead,
+        span=span,
         steps=len(seconds),
         median=round(1e6 * statistics.median(seconds), 1),
         mean=round(1e6 * statistics.mean(seconds), 1),
@@ -211,12 +221,13 @@ def measure(
     )
 
 
-def engine_of(model: Model, rows: int, lookahead: int, longest: int) -> Engine:
+def engine_of(model: Model, rows: int, lookahead: int, span: int, longest: int) -> Engine:
     """An engine whose programs are stubs. longest: the most tokens of an output."""
     config = EngineConfig(
         attention_impl="xla",
         dtype="float32",
         lookahead=lookahead,
+        decode_span=span,
         block_size=BLOCK_SIZE,
         max_num_seqs=rows,
         max_num_batched_tokens=BUDGET,
@@ -254,8 +265,9 @@ def decode_seconds(engine: Engine, rows: int, clock: Clock | None) -> list[float
 
 def sentence(times: HostTimes) -> str:
     """The times of a setting as a line."""
+    span = f", span {times.span}" if times.span > 1 else ""
     return (
-        f"{times.rows} rows, lookahead {times.lookahead}: median {times.median:.0f} us, "
+        f"{times.rows} rows, lookahead {times.lookahead}{span}: median {times.median:.0f} us, "
         f"mean {times.mean:.0f} us, p99 {times.p99:.0f} us"
     )
 
@@ -264,6 +276,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = bench_parser(__doc__, model=False)
     parser.add_argument("--rows", type=at_least_1, nargs="+", default=[1, 64, 256])
     parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1])
+    parser.add_argument(
+        "--span", type=at_least_1, nargs="+", default=[1], help="decode steps in one program (1)"
+    )
     parser.add_argument(
         "--output",
         type=at_least_1,
@@ -281,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"more than {MAX_OUTPUT}"
         )
     model = random_model(SHAPE, "float32")
-    settings = [(rows, depth) for rows in sorted(args.rows) for depth in sorted(args.lookahead)]
+    settings = list(product(sorted(args.rows), sorted(args.lookahead), sorted(args.span)))
     clock = Clock()
     try:
         measurements = [measure(model, *setting, (shortest, longest)) for setting in settings]
@@ -290,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     parts = sorted(by_part.parts.items(), key=lambda part: -part[1])
     untimed = by_part.mean - sum(by_part.parts.values())
-    print(f"microseconds of a step by part, {by_part.rows} rows, lookahead {by_part.lookahead}")
+    setting, _, _ = sentence(by_part).partition(":")
+    print(f"microseconds of a step by part, {setting}")
     print(aligned([(name, f"{value:.0f}") for name, value in [*parts, ("all else", untimed)]]))
     last = measurements[-1]
     print(

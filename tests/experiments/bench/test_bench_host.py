@@ -26,6 +26,13 @@ def test_its_file_has_each_setting_and_the_parts_of_the_largest(tmp_path, capsys
     assert capsys.readouterr().out.splitlines()[-1] == host.sentence(times[-1])
 
 
+def test_a_span_is_one_program_and_its_line_says_so(capsys):
+    host.main(["--rows", "3", "--lookahead", "1", "--span", "1", "4", "--output", "60", "70"])
+    single, span = capsys.readouterr().out.splitlines()[-2:]
+    assert single.startswith("3 rows, lookahead 1: median ")
+    assert span.startswith("3 rows, lookahead 1, span 4: median ")
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [
