@@ -74,7 +74,7 @@ PARTS: dict[str, tuple[ModuleType, str]] = {
     "schedule": (scheduler, "schedule"),
     "commit of the scheduler": (scheduler, "commit"),
     "commit of the engine": (engine_state, "commit"),
-    "arrays of a batch": (engine_state, "packed_plan"),
+    "arrays of a batch": (engine_state, "packed_plans"),
     "one transfer": (engine_repack, "joined"),
     "matching a prediction": (engine_lookahead, "take_predicted"),
     "predictions": (engine_lookahead, "extend"),
