@@ -195,10 +195,10 @@ def measure(
     for number, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
         engine.add(str(number), prompt["prompt_token_ids"], options)
     with ExitStack() as stack:
+        stack.callback(collect_rarely())
         collections = stack.enter_context(Collections())
         if clock is not None:
             stack.enter_context(clock.around_parts())
-        stack.callback(collect_rarely())
         seconds = decode_seconds(engine, rows, clock)
     if len(seconds) < 2:
         raise ValueError(
