@@ -27,10 +27,11 @@ def multiply(
 ) -> jax.Array:
     """See `api.linear`."""
     if matrix.count == 1:
+        sums_dtype = dtype if _is_all_the_result(epilogue) else "float32"
 
         def sums_of(first: int, last: int) -> Callable[[jax.Array], jax.Array]:
             stored = weight if rows is None else weight[first:last]
-            return partial(_one_matrix_of, weight=stored, blocks=matrix.blocks)
+            return partial(_one_matrix_of, weight=stored, blocks=matrix.blocks, dtype=sums_dtype)
 
         return around(sums_of, x, matrix, norm, epilogue, rows, dtype)
     assert sizes is not None
@@ -56,7 +57,7 @@ def around(
     computed too.
 
     sums_of: (first, last) -> the function of x [T, K], after its norm, to the sums [T, last -
-        first] float32 of these outputs.
+        first] of these outputs: in float32, or in `dtype` if the epilogue does nothing.
     """
     x = rms_norm(x, norm)
     first, last = rows or (0, matrix.outputs)
@@ -71,26 +72,42 @@ def around(
     return result_of(sums(x), epilogue, jnp.zeros(0, jnp.int32)).astype(dtype)
 
 
-def _one_matrix_of(x: jax.Array, weight: jax.Array, blocks: Blocks | None) -> jax.Array:
-    """Returns [T, M] float32, for a weight [M, K] or [M, bytes] as it is stored."""
+def _is_all_the_result(epilogue: Epilogue) -> bool:
+    """Returns whether the sums are the result: nothing is done with them but rounding."""
+    return all(part is None for part in epilogue)
+
+
+def _one_matrix_of(x: jax.Array, weight: jax.Array, blocks: Blocks | None, dtype: str) -> jax.Array:
+    """Returns [T, M] of a dtype, for a weight [M, K] or [M, bytes] as it is stored."""
     if blocks is None:
-        return _one_matrix(x, weight.astype(x.dtype))
-    return _by_panels(x, weight, blocks)
+        return _one_matrix(x, weight.astype(x.dtype), dtype)
+    return _by_panels(x, weight, blocks, dtype)
 
 
-def _one_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns [T, M] float32, for x [T, K] and a weight [M, K] of one dtype."""
-    return jax.lax.platform_dependent(x, weight, cpu=_columns, default=_rows)
+def _one_matrix(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
+    """Returns [T, M] of a dtype, for x [T, K] and a weight [M, K] of one dtype.
+
+    Sums are in float32 and rounded once. On a GPU the product itself rounds them, because XLA would
+    store the sums in float32 and read them again. XLA sums in float32 there, also the parts of a
+    product that is split over its inputs. Other platforms may sum in the result's dtype.
+    """
+    return jax.lax.platform_dependent(
+        x,
+        weight,
+        cpu=lambda x, weight: _columns(x, weight).astype(dtype),
+        cuda=lambda x, weight: _product(x, weight, (1, 1), dtype),
+        default=lambda x, weight: _product(x, weight, (1, 1)).astype(dtype),
+    )
 
 
-def _by_panels(x: jax.Array, rows: jax.Array, blocks: Blocks) -> jax.Array:
-    """Returns [T, M] float32, for x [T, K] and a weight in blocks, [M, bytes].
+def _by_panels(x: jax.Array, rows: jax.Array, blocks: Blocks, dtype: str) -> jax.Array:
+    """Returns [T, M] of a dtype, for x [T, K] and a weight in blocks, [M, bytes].
 
     PANEL_ROWS rows are restored at a time, so that there is never a whole matrix of floats.
     """
 
     def product_of(panel: jax.Array) -> jax.Array:
-        return _one_matrix(x, restored(panel, blocks, jnp).astype(x.dtype))
+        return _one_matrix(x, restored(panel, blocks, jnp).astype(x.dtype), dtype)
 
     panels = len(rows) // PANEL_ROWS
     whole = panels * PANEL_ROWS
@@ -116,18 +133,16 @@ def _low_rank(x: jax.Array, low: LowRank, first: int, last: int) -> jax.Array:
     return jnp.zeros_like(y).at[low.order].set(y, unique_indices=True)
 
 
-def _product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """Returns the product of two matrices, in float32. over: the axis of each that is summed."""
+def _product(
+    a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: str = "float32"
+) -> jax.Array:
+    """Returns the product of two matrices, of a dtype. over: the axis of each that is summed."""
     axes = ((over[:1], over[1:]), ((), ()))
-    return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
-
-
-def _rows(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _product(x, weight, (1, 1))
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.dtype(dtype))
 
 
 def _columns(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns [T, M] with the weight as the left operand of the product.
+    """Returns [T, M] float32 with the weight as the left operand of the product.
 
     XLA's CPU product packs its right operand, which here is the few tokens of a decode. A weight on
     the right would be packed in every step: with 8 tokens SmolLM2's products took 64 ms and not 36.

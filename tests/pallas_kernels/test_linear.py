@@ -649,3 +649,20 @@ def test_concurrent_calls_do_not_take_each_others_helpers():
     for outputs, expected_output in zip(results, alone, strict=True):
         for output in outputs:
             chex.assert_trees_all_equal(output, expected_output)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_product_itself_rounds_its_sums_on_a_gpu_if_nothing_follows(platform, with_residual):
+    """Elsewhere sums of bfloat16 might be in bfloat16."""
+    x = jax.ShapeDtypeStruct((3, 16), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
+
+    def product(x, weight):
+        residual = x if with_residual else None
+        return linear(x, weight, Matrix(16, 16), impl="xla", residual=residual)
+
+    lowered = jax.jit(product).trace(x, weight).lower(lowering_platforms=(platform,))
+    (dot,) = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
+    rounds = platform == "cuda" and not with_residual
+    assert dot.endswith(f"x{'bf16' if rounds else 'f32'}>")
