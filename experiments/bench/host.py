@@ -48,7 +48,6 @@ from pagedjax.device.models import Model
 from pagedjax.device.sampling import SampledTokens
 from pagedjax.device.step import StepOutput
 from pagedjax.engine import lookahead as engine_lookahead
-from pagedjax.engine import repack as engine_repack
 from pagedjax.engine import state as engine_state
 from pagedjax.engine.garbage import collect_rarely
 from pagedjax.host import scheduler
@@ -75,7 +74,6 @@ PARTS: dict[str, tuple[ModuleType, str]] = {
     "commit of the scheduler": (scheduler, "commit"),
     "commit of the engine": (engine_state, "commit"),
     "arrays of a batch": (engine_state, "packed_plans"),
-    "one transfer": (engine_repack, "joined"),
     "matching a prediction": (engine_lookahead, "take_predicted"),
     "predictions": (engine_lookahead, "extend"),
 }
