@@ -2,12 +2,14 @@
 what a step is made of.
 
     python -m experiments.hardware.gpu_engine --bandwidth 4.1e12 --rate 7.8e14 --json engine.json
-    python -m experiments.hardware.gpu_engine --impls pallas_gpu --lookahead 1 --profile 8
+    python -m experiments.hardware.gpu_engine --lookahead 1 --spans 8 --buckets 256 2048 --profile 8
     python -m experiments.hardware.gpu_engine --rehearse          # the same program on a CPU: plain XLA, a tiny model
 
 The requests are those of nano-vllm's benchmark: 256, with prompts of 100 to 1,024 random tokens and
-100 to 1,024 output tokens each, all at once. For each attention implementation and each
-`lookahead`, the same engine settings serve them.
+100 to 1,024 output tokens each, all at once. The same engine settings serve them for each attention
+implementation, each `lookahead` and each number of decode steps in one program (--spans). The
+buckets are an engine's own, so it may compile some dozens of programs, which takes minutes;
+`--buckets 256 2048` has few, and pads a step of fewer rows.
 
 roofline    for each step, the time in which the card could read the weights, keys and values, or compute the products,
             whichever is longer, at the measured rates (--bandwidth, --rate); summed over the steps
@@ -29,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +54,13 @@ REHEARSED: dict[str, Any] = {
     "shape": "small",
     "impls": ["xla"],
     "dtype": "float32",
-    "lookahead": [0, 1],
+    "lookahead": [1],
+    "spans": [4, 1],
     "profile": 4,
     "requests": 4,
     "lengths": (8, 32),
     "budget": 64,
-    "buckets": [8, 64],
+    "buckets": [4, 64],
     "bandwidth": 1e10,
     "rate": 1e11,
 }
@@ -147,8 +151,9 @@ def profile(engine: Engine, requests: Sequence[Request], steps: int) -> dict[str
     return {**busy(kernels), "steps": steps, "kernels": by_name(kernels, steps)}
 
 
-def last_call(engine: Engine) -> tuple[Any, Any]:
-    """Make a step. Returns the last program that the step called, and the program's arguments.
+def last_call(engine: Engine) -> tuple[Any, Any, int]:
+    """Make steps until one calls a program. Returns the last program that it called, the program's
+    arguments, and how many steps the program computes.
 
     The cache among the arguments is gone: the program has updated it in place.
     """
@@ -158,13 +163,14 @@ def last_call(engine: Engine) -> tuple[Any, Any]:
     class RecordedPrograms(dict[Any, Any]):
         def __missing__(self, shape: Any) -> Any:
             def call(*arguments: Any) -> Any:
-                calls.append((compiled[shape], arguments))
+                calls.append((compiled[shape], arguments, shape.span))
                 return compiled[shape](*arguments)
 
             return call
 
     object.__setattr__(engine.runtime, "programs", RecordedPrograms())
-    engine.step()
+    while not calls:  # the steps of a span need no call
+        engine.step()
     object.__setattr__(engine.runtime, "programs", compiled)
     return calls[-1]
 
@@ -177,7 +183,7 @@ def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> d
     before. The engine cannot be used afterwards.
     """
     decode_all(engine, requests)
-    program, (leaves, _, batch) = last_call(engine)
+    program, (leaves, _, batch), span = last_call(engine)
     cache = engine._cache()  # the cache that this call returned
     on_device = [jax.device_put(batch) for _ in range(2)]
     batches_of_cases = {
@@ -196,8 +202,8 @@ def breakdown(engine: Engine, requests: Sequence[Request], calls: int = 30) -> d
             cache, output = program(leaves, cache, batches[i % len(batches)])
             call_seconds.append(time.perf_counter() - call_start)
         jax.block_until_ready((cache, output))
-        seconds[name] = (time.perf_counter() - start) / calls
-        seconds[f"{name}, the call"] = statistics.median(call_seconds[3:])
+        seconds[name] = (time.perf_counter() - start) / calls / span
+        seconds[f"{name}, the call"] = statistics.median(call_seconds[3:]) / span
     return seconds
 
 
@@ -255,7 +261,14 @@ def gpu_engine_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU"
     )
-    parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[1, 0])
+    parser.add_argument(
+        "--spans",
+        type=at_least_1,
+        nargs="+",
+        default=[8, 1],
+        help="decode steps in one program (default 8 1)",
+    )
     parser.add_argument("--requests", type=at_least_1, default=256)
     parser.add_argument(
         "--lengths", type=int, nargs=2, default=(100, 1024), metavar=("LEAST", "MOST")
@@ -265,7 +278,8 @@ def gpu_engine_parser() -> argparse.ArgumentParser:
         "--buckets",
         type=int,
         nargs="+",
-        help="token buckets (default: the requests and the budget)",
+        default=[],
+        help="token buckets (default: the engine's own)",
     )
     parser.add_argument("--block-size", type=at_least_1, default=16)
     parser.add_argument("--dtype", default="bfloat16")
@@ -274,7 +288,7 @@ def gpu_engine_parser() -> argparse.ArgumentParser:
         type=int,
         default=10,
         metavar="STEPS",
-        help="trace so many decode steps; 0: none",
+        help="trace so many decode steps, rounded up to whole spans; 0: none",
     )
     parser.add_argument("--no-serve", action="store_true", help="only the trace")
     parser.add_argument(
@@ -290,6 +304,15 @@ def gpu_engine_parser() -> argparse.ArgumentParser:
         "--rehearse", action="store_true", help="on a CPU: few requests to a tiny model"
     )
     return parser
+
+
+def settings(
+    impls: Iterable[str], lookaheads: Iterable[int], spans: Iterable[int]
+) -> list[tuple[str, int, int]]:
+    """(attention implementation, lookahead, steps of a span) of each run, in the given orders, but
+    spans without lookahead last: they say least.
+    """
+    return sorted(product(impls, lookaheads, spans), key=lambda one: one[1] == 0 and one[2] > 1)
 
 
 def measure(
@@ -311,21 +334,27 @@ def measure(
         attention_impl=run["impl"],
         dtype=args.dtype,
         lookahead=run["lookahead"],
+        decode_span=run["span"],
         block_size=args.block_size,
         max_num_seqs=args.requests,
         max_num_batched_tokens=args.budget,
         max_model_len=min(4096, SHAPES[args.shape]["max_position_embeddings"]),
-        token_buckets=tuple(args.buckets or sorted({args.requests, args.budget})),
+        token_buckets=tuple(args.buckets),
+        compilation="eager",
         num_blocks=args.requests * (blocks + 2),
     )
     engine = Engine(model, config)
     run["startup_s"] = time.perf_counter() - start
+    run["programs"] = len(engine.runtime.programs)
+    run["buckets"] = engine.config.token_buckets
+    keep()
     if not args.no_serve:
         serve(engine, requests[:8], roofline)
         run |= serve(engine, requests, roofline)
         keep()
     if args.profile:
-        run["profile"] = profile(engine, requests, args.profile)
+        whole_spans = -(-args.profile // run["span"]) * run["span"]
+        run["profile"] = profile(engine, requests, whole_spans)
         keep()
     run["breakdown"] = breakdown(engine, requests)
 
@@ -351,16 +380,20 @@ def main(argv: list[str] | None = None) -> int:
     }
 
     keep = partial(write_json, args.json, figures, end="")
-    for impl in args.impls:
-        for lookahead in args.lookahead:
-            run: dict[str, Any] = {"impl": impl, "lookahead": lookahead, "graphs": args.graphs}
-            figures["runs"].append(run)
-            try:
-                measure(run, model, requests, roofline, args, keep)
-            except Exception as error:
-                run["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
-            print(json.dumps(run), flush=True)
-            keep()
+    for impl, lookahead, span in settings(args.impls, args.lookahead, args.spans):
+        run: dict[str, Any] = {
+            "impl": impl,
+            "lookahead": lookahead,
+            "span": span,
+            "graphs": args.graphs,
+        }
+        figures["runs"].append(run)
+        try:
+            measure(run, model, requests, roofline, args, keep)
+        except Exception as error:
+            run["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
+        print(json.dumps(run), flush=True)
+        keep()
     return 1 if any("failed" in run for run in figures["runs"]) else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.hardware.gpu_engine import busy, by_name, requests_of
+from experiments.hardware.gpu_engine import busy, by_name, requests_of, settings
 
 # ns; 12 to 20: none runs
 KERNELS = [(0.0, 10.0, "a"), (5.0, 8.0, "b"), (9.0, 12.0, "a"), (20.0, 30.0, "c")]
@@ -38,3 +38,8 @@ def test_requests_are_drawn_within_their_limits_and_the_same_each_time():
         {len(prompt) for prompt, _ in drawn} == set(range(3, 10)) == {tokens for _, tokens in drawn}
     )
     assert {token for prompt, _ in drawn for token in prompt} == set(range(11))
+
+
+def test_the_most_valuable_settings_are_first():
+    runs = settings(["pallas_gpu"], [1, 0], [8, 1])
+    assert [run[1:] for run in runs] == [(1, 8), (1, 1), (0, 1), (0, 8)]
