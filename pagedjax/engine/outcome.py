@@ -31,7 +31,8 @@ class Outcome(NamedTuple):
     sent: the step that computed the plan, with its output on the device.
     rows: of each row of the plan, its row in the sent step.
     sampled: the argument of `scheduler.commit`.
-    data: of each row of the plan, the record of its sequence from before the step.
+    data: of each row of the plan, the record of its sequence from before the step; () if nothing
+        reads the outcome.
     """
 
     plan: Plan

@@ -453,9 +453,11 @@ def apply_events(
         before: the running sequences before the commit that gave `events`.
         spare: see `appended`.
     """
+    names = tuple([seq.request.request_id for seq in before.seqs])
+    if len(events) == 1 and isinstance(events[0], Sampled) and events[0].request_ids == names:
+        return _with_samples(sequences, events[0], before.lengths, spare)  # as in most steps
     lengths: dict[str, int] = {}
     if any(isinstance(event, TOKEN_EVENTS) for event in events):
-        names = [seq.request.request_id for seq in before.seqs]
         lengths = dict(zip(names, before.lengths, strict=True))
     changed = sequences.mutate()
     for event in events:
@@ -479,6 +481,27 @@ def apply_events(
         elif isinstance(event, Finished):
             del changed[event.request_id]
     return changed.finish()
+
+
+def _with_samples(
+    sequences: Sequences, event: Sampled, lengths: Sequence[int], spare: int
+) -> Sequences:
+    """The sequences with one more token each.
+
+    Args:
+        lengths: known tokens of each sequence of the event.
+        spare: see `appended`.
+    """
+    longer: dict[str, SequenceData] = {}
+    for name, token, length in zip(event.request_ids, event.token_ids, lengths, strict=True):
+        data = sequences[name]
+        tokens = data.tokens
+        # as `appended` does, without a call for each sequence
+        if len(tokens) > length + spare:
+            tokens[length] = token
+        else:
+            longer[name] = appended(data, length, token, spare)
+    return sequences.update(longer) if longer else sequences
 
 
 def hashes_of_filled(

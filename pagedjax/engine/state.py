@@ -483,7 +483,7 @@ def outcome_of(state: EngineState, current: InFlight, sampled: Sequence[Sample])
         )
         rows = [rows[i] for i in alive]
         sampled = [sampled[i] for i in alive]
-    data = requests.sequences_of_rows(plan, state.sequences)
+    data = requests.sequences_of_rows(plan, state.sequences) if state.readers else ()
     return Outcome(plan, current.sent, rows, sampled, data)
 
 

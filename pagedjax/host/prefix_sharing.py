@@ -114,6 +114,9 @@ def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
 
 def rows_that_fill(starts: Sequence[int], counts: Sequence[int], size: int) -> list[int]:
     """The rows of a step whose tokens fill a block: `counts` tokens from `starts` on."""
+    if counts.count(1) == len(counts):  # as in most steps, in less than half of the time
+        last = size - 1
+        return [i for i, start in enumerate(starts) if start % size == last]
     return [
         i
         for i, (start, count) in enumerate(zip(starts, counts, strict=True))
@@ -139,7 +142,10 @@ def publish(
     """
     size = config.block_size
     groups = config.groups
-    rows = [i for i, end in enumerate(ends) if end % size < counts[i]]  # those that filled a block
+    if counts.count(1) == len(counts):
+        rows = [i for i, end in enumerate(ends) if not end % size]  # those that filled a block
+    else:
+        rows = [i for i, end in enumerate(ends) if end % size < counts[i]]
     if not rows:
         return pool, seqs
     filled: list[tuple[int, str]] = []

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from operator import add, sub
+from operator import add, attrgetter, ge, sub
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
@@ -124,6 +124,8 @@ __all__ = [
     "update",
 ]
 
+LIMIT = attrgetter("limit")
+GROUP = attrgetter("group")
 NO_CHOICES: Mapping[str, Choice] = MappingProxyType({})
 SIZES = (
     "block_size",
@@ -621,8 +623,10 @@ def commit(
     if len(state.in_flight) > 1:
         return _commit_late(state, plan, sampled, hashes)
     rows = drop_cancelled(accept_drafts(plan, sampled), state.running)
-    grouped = [i for i, seq in enumerate(rows.seqs) if seq.group is not None]
-    if grouped:
+    groups = list(map(GROUP, rows.seqs))
+    grouped: list[int] = []
+    if groups.count(None) < len(groups):
+        grouped = [i for i, group in enumerate(groups) if group is not None]
         grouped = branches.unforked(rows.seqs, grouped)
     rows = add_tokens(rows, grouped)
     rows, ended = end_rows(rows, state.stops)
@@ -808,8 +812,8 @@ def end_rows(rows: Rows, stops: frozenset[int]) -> tuple[Rows, dict[int, FinishR
         stops: stop tokens of all requests. In most steps none of them is sampled, and no request is
             checked on its own.
     """
-    seqs_and_lengths = enumerate(zip(rows.seqs, rows.lengths, strict=True))
-    candidates = [i for i, (seq, length) in seqs_and_lengths if length >= seq.limit]
+    at_limit = map(ge, rows.lengths, map(LIMIT, rows.seqs))
+    candidates = list(itertools.compress(range(len(rows.seqs)), at_limit))
     if not stops.isdisjoint(rows.tokens):
         seqs_and_tokens = enumerate(zip(rows.seqs, rows.tokens, strict=True))
         stopped = [i for i, (seq, token) in seqs_and_tokens if token in seq.request.stop_token_ids]
