@@ -353,8 +353,8 @@ def merged_plans(plans: Sequence[Plan]) -> tuple[Plan, list[int]]:
     steps of the span read.
     """
     first = plans[0]
-    last_seqs = {}
-    steps = {}
+    last_seqs: dict[int, Seq] = {}
+    steps: dict[int, int] = {}
     for step in range(len(plans) - 1, -1, -1):
         for seq in plans[step].seqs:
             if seq.arrival not in last_seqs:
@@ -362,14 +362,11 @@ def merged_plans(plans: Sequence[Plan]) -> tuple[Plan, list[int]]:
                 steps[seq.arrival] = step + 1
         if len(last_seqs) == len(first.seqs):
             break
-    seqs = tuple(
-        [
-            last if last is seq else _with_given_back(last, plans)
-            for seq in first.seqs
-            if (last := last_seqs[seq.arrival])
-        ]
-    )
-    return first._replace(seqs=seqs), [steps[seq.arrival] for seq in first.seqs]
+    seqs = []
+    for seq in first.seqs:
+        last = last_seqs[seq.arrival]
+        seqs.append(seq if last is seq else _with_given_back(last, plans))
+    return first._replace(seqs=tuple(seqs)), [steps[seq.arrival] for seq in first.seqs]
 
 
 def _with_given_back(last: Seq, plans: Sequence[Plan]) -> Seq:
