@@ -21,6 +21,7 @@ from pagedjax.device.row_features.chain import DEFAULT, FeatureRows, RowChain
 
 Kind = TypeVar("Kind", bound=Extra)
 MAX_TOP = 20  # most top log-probabilities of a request
+DECODE_SPACING = 32  # tokens between sizes of steps of decodes alone, on a GPU
 
 
 class SamplingBatch(NamedTuple):
@@ -167,7 +168,7 @@ class Shapes(NamedTuple):
     layout: LayerGroups | None = None  # of several groups of layers
     draft_layout: LayerGroups | None = None  # of a draft model with layers of several groups
     selection: Selection | None = None  # of a KV policy
-    # T of the steps that have a program of their own for decodes alone
+    # T of the steps that have a program of their own for decodes alone, ascending
     decode_buckets: tuple[int, ...] = ()
     span: int = 1  # the steps of a span; 1: there are no spans
     span_buckets: tuple[int, ...] = ()  # T of the steps that have a program for a span
@@ -175,6 +176,11 @@ class Shapes(NamedTuple):
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
         return self.tokens[bisect_left(self.tokens, num_tokens)]
+
+    def decode_bucket(self, num_tokens: int) -> int:
+        """The smallest T that holds `num_tokens` decodes alone."""
+        sizes = self.decode_buckets[bisect_left(self.decode_buckets, num_tokens) :][:1]
+        return min(*sizes, self.bucket(num_tokens)) if sizes else self.bucket(num_tokens)
 
     def rows(self, t: int) -> int:
         """B: the rows of a step of T tokens."""
@@ -230,6 +236,15 @@ def token_buckets(max_tokens: int, *, smallest: int = 1) -> tuple[int, ...]:
         sizes.append(size)
         size *= 2
     return (*sizes, max(max_tokens, smallest))
+
+
+def gpu_decode_buckets(most: int) -> tuple[int, ...]:
+    """Sizes of steps of decodes alone on a GPU: powers of two up to DECODE_SPACING, its multiples,
+    and `most` at the end.
+    """
+    small = token_buckets(min(most, DECODE_SPACING))
+    large = range(2 * DECODE_SPACING, most, DECODE_SPACING)
+    return tuple(dict.fromkeys((*small, *large, most)))
 
 
 def blank_sampling(samples: int, chain: RowChain = DEFAULT) -> SamplingBatch:

@@ -166,7 +166,7 @@ def in_order(shapes: Sequence[StepShape], most_seqs: int) -> list[StepShape]:
     The first bucket holds `most_seqs` tokens, because most steps are decodes alone. Then come the
     middle of the smaller buckets and the middle of the larger buckets, and so on, so that no step
     is far from its own bucket for long. A bucket's program for mixed steps comes before its program
-    for decodes alone, because steps use only buckets that have a program for mixed steps.
+    for decodes alone, which serves fewer steps.
     """
     sizes = sorted({shape.tokens for shape in shapes})
     first = bisect_left(sizes, most_seqs)

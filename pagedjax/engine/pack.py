@@ -113,7 +113,7 @@ def pack(
         samples: R; None: that of the plan.
     """
     data = sequences_of_rows(plan, sequences)
-    t = shapes.bucket(sum(plan.counts))
+    t = _bucket(plan, shapes)
     queries = _queries(plan, data, t, shapes.rows(t))
     tables = _tables(plan.seqs, data, len(queries.seq_lens), shapes)
     slots = _slots(tables, queries, shapes.block_size)
@@ -129,6 +129,9 @@ def pack(
         and t in shapes.decode_buckets
         and (targets < 0).all()
     )
+    if not decodes_alone and t not in shapes.tokens:  # a token of a prompt wants a log-probability
+        mixed = shapes._replace(decode_buckets=())
+        return pack(plan, sequences, mixed, blanks, chain, sources, samples=samples)
     batch = Batch(
         tokens=queries.tokens,
         positions=queries.positions,
@@ -144,6 +147,13 @@ def pack(
     return _with_extras(
         Packing(plan, data, shapes, batch, tables, slots, queries.row_of_token, relative, sources)
     )
+
+
+def _bucket(plan: Plan, shapes: Shapes) -> int:
+    """T of a plan's step."""
+    tokens = sum(plan.counts)
+    is_one_each = tokens == len(plan.counts)
+    return shapes.decode_bucket(tokens) if is_one_each else shapes.bucket(tokens)
 
 
 def _with_extras(packing: Packing) -> Batch:

@@ -142,7 +142,7 @@ def _fits(
     return (
         bool(plan.seqs)
         and not sources.masks
-        and shapes.bucket(sum(plan.counts)) == tokens
+        and shapes.decode_bucket(len(plan.seqs)) == tokens
         and (tokens in shapes.decode_buckets) == decodes_alone
         and blanks[samples] is before.blank
     )

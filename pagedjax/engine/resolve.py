@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from pagedjax.device import attention, cache, linear, memory, states
-from pagedjax.device.batch import Shapes, token_buckets
+from pagedjax.device.batch import Shapes, gpu_decode_buckets, token_buckets
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
@@ -312,19 +312,7 @@ def shapes(config: Resolved, model: Model, draft: DraftModel | None = None) -> S
         window, kept_blocks = views_of_groups[0]
         assert window is not None, "a policy without a window has no views"
         view = (window, kept_blocks)
-    decodes_alone = (
-        attention.find(config.attention_impl).decodes_alone
-        and config.kv_policy is None
-        and not config.batch_invariant
-    )
-    smallest_buckets = tuple(t for t in config.token_buckets if t <= rows)
-    decode_buckets = smallest_buckets if decodes_alone else ()
-    if config.decode_span > 1 and not smallest_buckets:
-        raise ValueError(
-            f"decode_span is {config.decode_span}, and each of the token_buckets "
-            f"{config.token_buckets} has more tokens than max_num_seqs {config.max_num_seqs}, so no "
-            f"program has decodes alone; add the bucket {rows}, or set decode_span=1"
-        )
+    decode_buckets = _decode_buckets(config, rows, jax.default_backend())
     return Shapes(
         tokens=config.token_buckets,
         max_seqs=rows,
@@ -340,5 +328,48 @@ def shapes(config: Resolved, model: Model, draft: DraftModel | None = None) -> S
         selection=selection_of(config, model),
         decode_buckets=decode_buckets,
         span=config.decode_span,
-        span_buckets=smallest_buckets if config.decode_span > 1 else (),
+        span_buckets=_span_buckets(config, rows, decode_buckets),
     )
+
+
+def _decode_buckets(config: Resolved, rows: int, platform: str) -> tuple[int, ...]:
+    """T of the steps that have a program of their own for decodes alone.
+
+    On a GPU padding costs as much as decodes, and a step of decodes alone takes a few milliseconds.
+    So if nobody chose the buckets, those of decodes alone lie closer together there.
+
+    Args:
+        rows: the most rows of a step.
+    """
+    decodes_alone = (
+        attention.find(config.attention_impl).decodes_alone
+        and config.kv_policy is None
+        and not config.batch_invariant
+    )
+    if not decodes_alone:
+        return ()
+    buckets = config.token_buckets
+    if platform == "gpu" and buckets == token_buckets(config.max_num_batched_tokens):
+        return gpu_decode_buckets(min(rows, buckets[-1]))
+    return tuple(t for t in buckets if t <= rows)
+
+
+def _span_buckets(config: Resolved, rows: int, decode_buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """T of the steps that have a program for a span.
+
+    Args:
+        rows: the most rows of a step.
+
+    Raises:
+        ValueError: there are to be spans, and every bucket has more tokens than a step has rows.
+    """
+    if config.decode_span == 1:
+        return ()
+    buckets = decode_buckets or tuple(t for t in config.token_buckets if t <= rows)
+    if not buckets:
+        raise ValueError(
+            f"decode_span is {config.decode_span}, and each of the token_buckets "
+            f"{config.token_buckets} has more tokens than max_num_seqs {config.max_num_seqs}, so no "
+            f"program has decodes alone; add the bucket {rows}, or set decode_span=1"
+        )
+    return buckets

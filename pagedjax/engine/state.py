@@ -573,7 +573,7 @@ def has_span(runtime: Runtime, state: EngineState, plan: Plan) -> bool:
     ids = [seq.request_id for seq in plan.seqs]
     if not shapes.span_buckets or len(ids) > shapes.span_buckets[-1]:
         return False
-    if shapes.bucket(len(ids)) not in shapes.span_buckets:
+    if shapes.decode_bucket(len(ids)) not in shapes.span_buckets:
         return False
     return not any(name in entries for entries in state.readers.values() for name in ids)
 

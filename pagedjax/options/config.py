@@ -387,7 +387,7 @@ class EngineConfig:
         "folder/file.py:NAME" of a `pagedjax.models.Family` (docs/design/models.md). It may replace
         a built-in family. None: a built-in family.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to
-        the budget.
+        the budget, and on a GPU, for steps of decodes alone, every 32 from 32 to max_num_seqs.
     batch_invariant: the tokens and log-probabilities of a request have the same bits beside any
         other requests, and with any bucket, chunk, block size, cached prefix, preemption and number
         of threads. It needs implementations that promise it (docs/design/batch-invariance.md), and

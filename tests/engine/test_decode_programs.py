@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.device import attention
+from pagedjax.device import attention, batch
 from pagedjax.device.batch import StepShape
-from pagedjax.engine import compilations, programs, runtime
+from pagedjax.engine import compilations, programs, resolve, runtime
 from pagedjax.host.replay import verify
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 from tests.engine.runs import answers, greedy, logprobs_of, small_llm, steps, token_ids
@@ -129,6 +129,25 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
         logprobs.append([[p.logprob for p in place.values()] for place in places])
     assert len(logprobs[0]) == 4
     chex.assert_trees_all_close(*logprobs, atol=1e-4)
+
+
+def test_decodes_have_buckets_of_their_own_on_a_gpu(one_layer, monkeypatch):
+    """A step of 3 rows has a program for 3 tokens then, unless a row wants a log-probability of its
+    prompt; and buckets that a user gives are those of all steps."""
+    monkeypatch.setattr(batch, "DECODE_SPACING", 1)
+    choose = resolve._decode_buckets
+    monkeypatch.setattr(resolve, "_decode_buckets", lambda c, rows, _: choose(c, rows, "gpu"))
+    llm = make(one_layer, OWN, token_buckets=None, compilation="lazy")
+    given = make(one_layer, OWN, token_buckets=BUCKETS, compilation="lazy")
+    assert llm.engine.runtime.shapes.decode_buckets == (1, 2, 3, 4)
+    assert llm.engine.runtime.shapes.tokens == (1, 2, 4, 8, 16)
+    assert given.engine.runtime.shapes.decode_buckets == (4,)
+    params = [greedy(3, prompt_logprobs=1), *[greedy(4)] * 2]
+    prompts = [list(range(3, 3 + n)) for n in (2, 5, 7)]
+    expected = token_ids(make(one_layer, "reference"), prompts, params)
+    assert token_ids(llm, prompts, params) == expected
+    assert StepShape(3, 3, True) in llm.engine.runtime.programs
+    assert StepShape(3, 3) not in llm.engine.runtime.programs
 
 
 def test_buckets_above_the_sequences_have_mixed_programs_alone(one_layer):

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedjax.device.batch import Batch, Shapes, blank_sampling, token_buckets
+from pagedjax.device.batch import (
+    Batch,
+    Shapes,
+    blank_sampling,
+    gpu_decode_buckets,
+    token_buckets,
+)
 from pagedjax.device.row_features import RowFeature, chain
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
@@ -106,6 +112,26 @@ def test_an_empty_plan_is_all_padding():
 def test_the_bucket_is_the_smallest_that_holds_the_tokens():
     assert [SHAPES.bucket(n) for n in (0, 1, 4, 5, 8, 9, 16)] == [4, 4, 4, 8, 8, 16, 16]
     assert [SHAPES.rows(t) for t in (1, 2, 3, 16)] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (32, (1, 2, 4, 8, 16, 32)),
+        (33, (1, 2, 4, 8, 16, 32, 33)),
+        (100, (1, 2, 4, 8, 16, 32, 64, 96, 100)),
+    ],
+)
+def test_decodes_alone_have_closer_buckets_on_a_gpu(most, sizes):
+    assert gpu_decode_buckets(most) == sizes
+
+
+def test_the_bucket_of_decodes_alone_is_the_smallest_of_both_kinds():
+    shapes = SHAPES._replace(decode_buckets=(1, 3, 8))
+    assert [shapes.decode_bucket(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 3, 3, 4, 8, 16]
+    assert SHAPES.decode_bucket(1) == 4
 
 
 @pytest.mark.parametrize(
