@@ -88,8 +88,8 @@ def _one_matrix(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
     """Returns [T, M] of a dtype, for x [T, K] and a weight [M, K] of one dtype.
 
     Sums are in float32 and rounded once. On a GPU the product itself rounds them, because XLA would
-    store the sums in float32 and read them again. XLA sums in float32 there, also the parts of a
-    product that is split over its inputs. Other platforms may sum in the result's dtype.
+    store the sums in float32 and read them again. XLA's own kernels sum in float32 there, also the
+    parts of a product that is split over its inputs. Other platforms may sum in the result's dtype.
     """
     return jax.lax.platform_dependent(
         x,
