@@ -146,7 +146,7 @@ def decode_program(model: Model, rows: int, args: Any) -> Callable[[int], float]
     engine = Engine(model, config)
     requests = requests_of(rows, args.context, args.context, model.config.vocab_size)
     decode_all(engine, requests, warm=2)
-    program, (leaves, _, batch) = last_call(engine)
+    program, (leaves, _, batch), _ = last_call(engine)
     batch = jax.device_put(batch)
     cache = engine._cache()  # the cache that this call returned
 
