@@ -51,6 +51,8 @@ LATER_FIELDS = {
         "max_lora_rank",
         "model_family",
         "state_impl",
+        "decode_span",
+        "late_stops",
     ),
     Simulate: ("mesh", "hop_s", "profile", "cost"),
     Prompts: ("output", "predicted", "shuffle"),

@@ -219,11 +219,14 @@ usual = [
     drawn_views.at_most_one_group,
     st.booleans(),
     st.none(),
+    st.just(False),
 ]
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
 modes = st.one_of(
     drawn_views.with_checkpoints(st.builds(SchedulerConfig, *sizes, *usual)),
-    st.builds(SchedulerConfig, *sizes, *ways, prefix_checkpoints=st.none()),
+    st.builds(
+        SchedulerConfig, *sizes, *ways, prefix_checkpoints=st.none(), late_stops=st.just(False)
+    ),
 )
 
 

@@ -322,6 +322,7 @@ ways = {
     "reservation": st.sampled_from(get_args(Reservation)),
     "views": st.just(()),
     "prefix_checkpoints": st.none(),
+    "late_stops": st.just(False),
 }
 configs = drawn_views.with_checkpoints(st.builds(SchedulerConfig, **sizes, **usual))
 baselines = st.builds(SchedulerConfig, **sizes, **ways)
