@@ -405,6 +405,12 @@ def predict(
     oldest = state.in_flight[0] if state.in_flight else plan
     if state.waiting and _may_stop(oldest, sequences):
         return None  # a waiting request takes the place of a sequence that stops: another plan
+    decodes = decode_spans.next_decodes(state, plan)
+    if decodes is not None:
+        kept = state.pool if real is None else real
+        if _is_harmless(decodes.allocated, kept, allocated):
+            return Prediction(*decodes)
+        return None
     # The hashes of blocks of unknown tokens are unknown. Without them, a block is empty when its
     # sequence has ended. It is not handed out before other empty ones, and not below at all.
     after, _ = scheduler.commit(state, oldest, [NO_TOKEN] * len(oldest.seqs))
@@ -423,11 +429,7 @@ def predict(
         return None
     blocks = _allocated(after, predicted)
     kept = after.pool if real is None else real
-    if any(
-        [block in kept.owners or block in kept.hashes or block in allocated for block in blocks]
-    ):
-        # cached content would be lost, or blocks that a step in the place of a wrong prediction
-        # would read
+    if not _is_harmless(blocks, kept, allocated):
         return None
     if not state.config.mixed_steps:
         unknown_rows = unknown_arrivals & {seq.arrival for seq in next_plan.seqs}
@@ -435,6 +437,19 @@ def predict(
             # an unknown token must come from the step just before; here an earlier step sampled it
             return None
     return Prediction(predicted, next_plan, blocks)
+
+
+def _is_harmless(blocks: Sequence[int], kept: BlockPool, allocated: Set[int]) -> bool:
+    """Whether a prediction may take blocks. Else cached content would be lost, or blocks that a step
+    in the place of a wrong prediction would read.
+
+    Args:
+        kept: the pool of that step.
+        allocated: blocks that earlier predictions take.
+    """
+    return not any(
+        [block in kept.owners or block in kept.hashes or block in allocated for block in blocks]
+    )
 
 
 def _are_unfinished(plan: Plan, sequences: Mapping[str, SequenceData]) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import ge
 from types import MappingProxyType
+from typing import NamedTuple
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import NO_HASHES, Plan, Running
+from pagedjax.host.types import NO_HASHES, Plan, Running, Seq
 
 NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
@@ -82,6 +84,82 @@ def may_span(state: SchedulerState, plan: Plan, steps: int) -> bool:
         return False  # nothing is left to compute, or a waiting request enters
     num_empty = state.pool.num_free - len(state.pool.idle)
     return _blocks_for(state, steps) <= num_empty
+
+
+class DecodeStep(NamedTuple):
+    """A plan of decodes that follows another one.
+
+    state: the scheduler's state with the plan.
+    allocated: the blocks that the plan takes.
+    """
+
+    state: SchedulerState
+    plan: Plan
+    allocated: tuple[int, ...]
+
+
+def next_decodes(state: SchedulerState, plan: Plan) -> DecodeStep | None:
+    """The plan after a plan of decodes, if no sequence stops: what `commit` and `schedule` give, in
+    a part of their time. None where the next plan may be of another kind, or would evict blocks.
+
+    Args:
+        state: after `schedule` returned the plan.
+    """
+    config = state.config
+    seqs, lengths, computed = state.running
+    if plan.seqs != seqs or plan.drafts or plan.counts.count(1) < len(seqs):
+        return None
+    if state.forked or state.news is not None or state.in_flight:
+        return None
+    if config.views or not config.mixed_steps or config.reservation != "none":
+        return None
+    if state.waiting and len(seqs) < config.max_running:
+        return None
+    new_lengths = tuple([length + 1 for length in lengths])
+    new_computed = tuple([count + 1 for count in computed])
+    if new_computed != lengths or any(map(ge, new_lengths, [seq.limit for seq in seqs])):
+        return None
+    if not all([seq.group is None for seq in seqs]):
+        return None
+    size = config.block_size
+    at_boundary = [i for i, count in enumerate(new_computed) if count % size == 0]
+    full = [i for i in at_boundary if new_computed[i] == len(seqs[i].blocks) * size]
+    if len(full) > state.pool.num_free - len(state.pool.idle):
+        return None
+    if any([len(seqs[i].hashes) * size >= new_computed[i] for i in at_boundary]):
+        return None  # `commit` publishes a block of a prompt
+    allocation = blocks.allocate(state.pool, len(full))
+    assert allocation is not None, "the empty blocks suffice"
+    pool, allocated = allocation
+    if full:
+        records = list(seqs)
+        for i, block in zip(full, allocated, strict=True):
+            seq = seqs[i]
+            table = (*seq.blocks, block)
+            columns = new_lengths[i], new_computed[i], table
+            records[i] = Seq(*seq[:3], *columns, *seq[6:])
+        seqs = tuple(records)
+    next_plan = plan._replace(
+        step=plan.step + 1,
+        seqs=seqs,
+        lengths=new_lengths,
+        starts=new_computed,
+        admitted=(),
+        known=(),
+        cached=(),
+        copies=(),
+        preempted=(),
+        swapped=(),
+        resumed=(),
+        swap_out=(),
+        swap_in=(),
+        num_waiting=len(state.waiting),
+        blocks_used=pool.num_blocks - pool.num_free,
+        rejected=(),
+    )
+    active = Running(seqs, new_lengths, new_computed)
+    next_state = state._replace(pool=pool, running=active, step=next_plan.step)
+    return DecodeStep(next_state, next_plan, allocated)
 
 
 def _blocks_for(state: SchedulerState, steps: int) -> int:

@@ -30,6 +30,7 @@ configs = st.builds(
     reservation=st.sampled_from(["none", "none", "none", "oracle", "max"]),
     views=st.just(()),
     prefix_checkpoints=st.none(),
+    late_stops=st.just(False),
 )
 drawn_requests = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 2), st.integers(0, 2)),
@@ -123,6 +124,42 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
         assert at_once.pool.hashes == state.pool.hashes
         assert list(allocated) == counted
         scheduler.check(at_once)
+
+
+@settings(max_examples=100)
+@given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
+def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, policy, shares):
+    shares = shares and config.reservation == "none"
+    state = scheduler.init(config)
+    num_requests = 0
+    for _ in range(40):
+        arrives = data.draw(st.integers(0, 5)) == 0 or not num_requests
+        for drawn in data.draw(drawn_requests) if arrives else ():
+            state = submitted(state, str(num_requests), drawn, shares)
+            num_requests = num_requests + 1
+        planned, plan = scheduler.schedule(state, policy)
+        if not plan.seqs:
+            break
+        following = decode_spans.next_decodes(planned, plan)
+        if following is not None:
+            committed, _ = scheduler.commit(planned, plan, [WORD] * len(plan.seqs))
+            expected, expected_plan = scheduler.schedule(committed, policy)
+            assert following.plan == expected_plan
+            assert following.state == expected
+            assert following.state.pool.hashes == expected.pool.hashes
+            new_owners = set(expected.pool.owners) - set(planned.pool.owners)
+            assert set(following.allocated) == new_owners
+        state, _, _ = one_step(state, policy, shares)
+
+
+def test_a_plan_of_decodes_follows_another_one_until_a_sequence_ends():
+    state = decoding(request("a", 3, 9), request("b", 5, 30))
+    state, plan = scheduler.schedule(state, FCFS)
+    count = 0
+    while (following := decode_spans.next_decodes(state, plan)) is not None:
+        state, plan, _ = following
+        count += 1
+    assert count == 9 - 2  # the first token is known, and `plan` gives the second
 
 
 @settings(max_examples=100)
