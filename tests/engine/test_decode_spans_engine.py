@@ -4,11 +4,12 @@ same.
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from pagedjax import EngineConfig, SamplingParams
+from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.engine import lookahead
 from pagedjax.engine import state as engine_state
 from pagedjax.host.replay import verify
@@ -19,19 +20,40 @@ from tests.engine.test_lookahead import CONFIG, OFTEN, Observed, compare, make, 
 from tests.refusals import refused
 
 BUCKETS = (6, 24)  # of CONFIG's sequences, and of its step
-SETTINGS = ((2, 0), (4, 1), (8, 0))  # the steps of a span, lookahead
+# the steps of a span, lookahead; with late stops
+QUICK = [(4, 1), (8, 0)]
+SLOW = [pytest.param((2, 2), marks=pytest.mark.slow)]
+LATE = [(4, 1), pytest.param((1, 1), marks=pytest.mark.slow)]
 
 
 def span_llm(tiny, span: int, depth: int, **config):
     return make(tiny, depth, decode_span=span, token_buckets=BUCKETS, **config)
 
 
+class LLMs(dict[tuple[int, int], LLM]):
+    """By the steps of a span and lookahead, made when a test first needs one."""
+
+    def __init__(self, model: Any, *, late_stops: bool) -> None:
+        super().__init__()
+        self._model = model
+        self._late_stops = late_stops
+
+    def __missing__(self, setting: tuple[int, int]) -> LLM:
+        self[setting] = span_llm(self._model, *setting, late_stops=self._late_stops)
+        return self[setting]
+
+
 @pytest.fixture(scope="module")
 def llms(tiny):
-    return {setting: span_llm(tiny, *setting) for setting in ((1, 0), *SETTINGS)}
+    return LLMs(tiny, late_stops=False)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.fixture(scope="module")
+def late_llms(tiny):
+    return LLMs(tiny, late_stops=True)
+
+
+@pytest.mark.parametrize("setting", [*QUICK, *SLOW])
 def test_recordings_are_byte_identical_with_spans(llms, tmp_path, setting):
     engines = llms[1, 0].engine, llms[setting].engine
     pairs = [compare(engines, seed, tmp_path) for seed in range(3)]
@@ -40,15 +62,7 @@ def test_recordings_are_byte_identical_with_spans(llms, tmp_path, setting):
     assert sum(run.sent - run.programs for _, run in pairs) > 10, "there was no span"
 
 
-LATE = ((1, 0), (1, 1), (4, 1))  # the steps of a span, lookahead
-
-
-@pytest.fixture(scope="module")
-def late_llms(tiny):
-    return {setting: span_llm(tiny, *setting, late_stops=True) for setting in LATE}
-
-
-@pytest.mark.parametrize("setting", LATE[1:])
+@pytest.mark.parametrize("setting", LATE)
 def test_recordings_with_late_stops_are_byte_identical(late_llms, tmp_path, setting):
     engines = late_llms[1, 0].engine, late_llms[setting].engine
     for seed in range(3):
@@ -76,7 +90,7 @@ def test_parameters_change_between_tokens_of_a_late_run(late_llms, llms):
 
 
 def test_a_late_run_goes_on_after_a_step_that_failed(late_llms, llms):
-    engine = late_llms[1, 1].engine
+    engine = late_llms[4, 1].engine
     engine.reset()
     engine.add("a", tokens(9, 1), greedy(12))
     results = [engine.step() for _ in range(3)]
@@ -109,8 +123,9 @@ def test_late_stop_strings_end_at_the_same_token(late_llms, llms):
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
     expected = llms[1, 0].generate(prompts, params)
     assert {output.outputs[0].finish_reason for output in expected} == {"stop", "length"}
-    for llm in late_llms.values():
-        answers = [output.outputs[0] for output in llm.generate(prompts, params)]
+    for setting in ((1, 0), (4, 1)):
+        outputs = late_llms[setting].generate(prompts, params)
+        answers = [output.outputs[0] for output in outputs]
         for answer, plain_answer in zip(answers, expected, strict=True):
             assert answer.token_ids == plain_answer.outputs[0].token_ids
             assert answer.text == plain_answer.outputs[0].text
