@@ -237,8 +237,11 @@ class Engine:
     def handover(self, request_id: str) -> Handover:
         """What another engine needs to go on with an unfinished sequence, and nothing changes here
         (`handover`).
+
+        Raises:
+            ValueError: see `handover.handover`; or the engine has `late_stops`.
         """
-        self._settle("before you hand a sequence over")
+        self._check_knows_all_tokens()
         return handovers.handover(self.runtime, self._state, request_id)
 
     def has_room(self, handover: Handover) -> bool:
@@ -287,10 +290,11 @@ class Engine:
         computed again.
 
         Raises:
-            ValueError: see `handover.adopt`. The engine is unchanged.
+            ValueError: see `handover.adopt`; or the engine has `late_stops`. The engine is
+                unchanged.
         """
         self._check_awake()
-        self._settle("before you adopt a sequence")
+        self._check_knows_all_tokens()
         after, adopted = handovers.adopt(
             self.runtime, self._state, request_id, handover, fetch, grammar=grammar
         )
@@ -451,6 +455,14 @@ class Engine:
         if self.has_work:
             raise ValueError(
                 f"{self._state.unfinished} sequences are unfinished; finish or cancel them {before}"
+            )
+
+    def _check_knows_all_tokens(self) -> None:
+        """Raises ValueError if a step is planned before the tokens of the one before are known."""
+        if self.runtime.config.late_stops:
+            raise ValueError(
+                "late_stops is True, and a sequence goes to another engine when all of its tokens "
+                "are known; set late_stops=False in both engines"
             )
 
     def _check_result_taken(self, before: str) -> None:

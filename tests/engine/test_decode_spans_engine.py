@@ -89,6 +89,15 @@ def test_parameters_change_between_tokens_of_a_late_run(late_llms, llms):
     assert sampled(results) == sampled(Observed(plain).finish())
 
 
+def test_a_sequence_of_a_late_engine_is_not_handed_over(late_llms):
+    engine = late_llms[1, 0].engine
+    engine.reset()
+    engine.add("a", tokens(9, 1), greedy(12))
+    engine.step()
+    with refused("late_stops is True, and a sequence goes to another engine"):
+        engine.handover("a")
+
+
 def test_a_late_run_goes_on_after_a_step_that_failed(late_llms, llms):
     engine = late_llms[4, 1].engine
     engine.reset()
