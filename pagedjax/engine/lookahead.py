@@ -307,7 +307,7 @@ def _run_from(
         return (first,)
     arrivals = {seq.arrival for seq in first.plan.seqs}
     run = [first]
-    taken = set(allocated).union(first.allocated)
+    run_blocks = set(allocated).union(first.allocated)
     while len(run) < span:
         state, plan, _ = run[-1]
         if foresight.decided(plan):
@@ -319,11 +319,11 @@ def _run_from(
             foresight.sequences,
             arrivals,
             real=real,
-            allocated=taken,
+            allocated=run_blocks,
         )
         if step is None or not arrivals.issuperset([seq.arrival for seq in step.plan.seqs]):
             return (first,)
-        taken.update(step.allocated)
+        run_blocks.update(step.allocated)
         run.append(step)
         if real is None:
             real = first.state.pool  # the plans behind the second one follow predictions
@@ -407,8 +407,7 @@ def predict(
         return None  # a waiting request takes the place of a sequence that stops: another plan
     decodes = decode_spans.next_decodes(state, plan)
     if decodes is not None:
-        kept = state.pool if real is None else real
-        if _is_harmless(decodes.allocated, kept, allocated):
+        if _is_harmless(decodes.allocated, real or state.pool, allocated):
             return Prediction(*decodes)
         return None
     # The hashes of blocks of unknown tokens are unknown. Without them, a block is empty when its
@@ -428,8 +427,7 @@ def predict(
     ):
         return None
     blocks = _allocated(after, predicted)
-    kept = after.pool if real is None else real
-    if not _is_harmless(blocks, kept, allocated):
+    if not _is_harmless(blocks, real or after.pool, allocated):
         return None
     if not state.config.mixed_steps:
         unknown_rows = unknown_arrivals & {seq.arrival for seq in next_plan.seqs}
@@ -439,16 +437,16 @@ def predict(
     return Prediction(predicted, next_plan, blocks)
 
 
-def _is_harmless(blocks: Sequence[int], kept: BlockPool, allocated: Set[int]) -> bool:
-    """Whether a prediction may take blocks. Else cached content would be lost, or blocks that a step
-    in the place of a wrong prediction would read.
+def _is_harmless(blocks: Sequence[int], pool: BlockPool, allocated: Set[int]) -> bool:
+    """Whether a prediction may take blocks. Else it would overwrite cached content, or what a step in
+    the place of a wrong prediction reads.
 
     Args:
-        kept: the pool of that step.
+        pool: that of the state from which such a step would come.
         allocated: blocks that earlier predictions take.
     """
     return not any(
-        [block in kept.owners or block in kept.hashes or block in allocated for block in blocks]
+        [block in pool.owners or block in pool.hashes or block in allocated for block in blocks]
     )
 
 

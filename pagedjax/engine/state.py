@@ -353,7 +353,8 @@ def step(
     if state.in_flight is None:
         scheduled = scheduled or schedule(runtime, state, now=now)
         beginning = Beginning(scheduled.started, scheduled.compiled)
-        state = compute(runtime, with_schedule(state, scheduled), scheduled.plan)
+        entry = Schedule(scheduled.plan, scheduled.offered, scheduled.started)
+        state = compute(runtime, with_schedule(state, scheduled.scheduler, entry), scheduled.plan)
     assert state.in_flight is not None, "a plan was just sent"
     current = state.in_flight
     if runtime.config.late_stops:
@@ -487,10 +488,13 @@ def outcome_of(state: EngineState, current: InFlight, sampled: Sequence[Sample])
     return Outcome(plan, current.sent, rows, sampled, data)
 
 
-def with_schedule(state: EngineState, scheduled: ScheduledStep) -> EngineState:
-    """The state after a plan was made."""
-    entry = Schedule(scheduled.plan, scheduled.offered, scheduled.started)
-    return state._replace(scheduler=scheduled.scheduler, log=(*state.log, entry))
+def with_schedule(state: EngineState, after: SchedulerState, entry: Schedule) -> EngineState:
+    """The state after a plan was made.
+
+    Args:
+        after: the scheduler's state after `schedule`.
+    """
+    return state._replace(scheduler=after, log=(*state.log, entry))
 
 
 def compute_next(runtime: Runtime, state: EngineState, now: float | None = None) -> EngineState:
@@ -510,8 +514,7 @@ def compute_next(runtime: Runtime, state: EngineState, now: float | None = None)
     if planned is None:
         return state
     after, plan = planned
-    scheduled = ScheduledStep(after, plan, 0, NO_DRAFTS, started, 0)
-    return compute(runtime, with_schedule(state, scheduled), plan)
+    return compute(runtime, with_schedule(state, after, Schedule(plan, started=started)), plan)
 
 
 def compute(runtime: Runtime, state: EngineState, plan: Plan) -> EngineState:

@@ -14,10 +14,10 @@ from operator import ge
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pagedjax.host import blocks
+from pagedjax.host import blocks, scheduler
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import NO_HASHES, Plan, Running, Seq
+from pagedjax.host.types import EMPTY_PLAN, NO_HASHES, Plan, Running
 
 NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
@@ -122,44 +122,29 @@ def next_decodes(state: SchedulerState, plan: Plan) -> DecodeStep | None:
     if not all([seq.group is None for seq in seqs]):
         return None
     size = config.block_size
-    at_boundary = [i for i, count in enumerate(new_computed) if count % size == 0]
-    full = [i for i in at_boundary if new_computed[i] == len(seqs[i].blocks) * size]
-    if len(full) > state.pool.num_free - len(state.pool.idle):
-        return None
-    if any([len(seqs[i].hashes) * size >= new_computed[i] for i in at_boundary]):
+    hashed = [len(seq.hashes) * size for seq in seqs]
+    if any(map(ge, hashed, new_computed)):
         return None  # `commit` publishes a block of a prompt
-    allocation = blocks.allocate(state.pool, len(full))
-    assert allocation is not None, "the empty blocks suffice"
-    pool, allocated = allocation
-    if full:
-        records = list(seqs)
-        for i, block in zip(full, allocated, strict=True):
-            seq = seqs[i]
-            table = (*seq.blocks, block)
-            columns = new_lengths[i], new_computed[i], table
-            records[i] = Seq(*seq[:3], *columns, *seq[6:])
-        seqs = tuple(records)
-    next_plan = plan._replace(
-        step=plan.step + 1,
-        seqs=seqs,
+    advanced = state._replace(running=Running(seqs, new_lengths, new_computed), step=plan.step + 1)
+    rows, _ = scheduler.rows_without_room(advanced)
+    if len(rows) > state.pool.num_free - len(state.pool.idle):
+        return None
+    after = advanced
+    if rows:
+        after, _ = scheduler.give_blocks(advanced, rows, ())
+    next_plan = EMPTY_PLAN._replace(
+        step=after.step,
+        seqs=after.running.seqs,
         lengths=new_lengths,
         starts=new_computed,
-        admitted=(),
-        known=(),
-        cached=(),
-        copies=(),
-        preempted=(),
-        swapped=(),
-        resumed=(),
-        swap_out=(),
-        swap_in=(),
+        counts=plan.counts,
         num_waiting=len(state.waiting),
-        blocks_used=pool.num_blocks - pool.num_free,
-        rejected=(),
+        blocks_used=after.pool.num_blocks - after.pool.num_free,
+        num_blocks=after.pool.num_blocks,
+        now=plan.now,
     )
-    active = Running(seqs, new_lengths, new_computed)
-    next_state = state._replace(pool=pool, running=active, step=next_plan.step)
-    return DecodeStep(next_state, next_plan, allocated)
+    allocated = tuple([after.running.seqs[i].blocks[-1] for i in rows])
+    return DecodeStep(after, next_plan, allocated)
 
 
 def _blocks_for(state: SchedulerState, steps: int) -> int:

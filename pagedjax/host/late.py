@@ -35,7 +35,7 @@ def advanced(state: SchedulerState) -> SchedulerState | None:
     seqs, lengths, computed = state.running
     new_lengths = list(lengths)
     new_computed = list(computed)
-    leaving: list[int] = []
+    leaving: set[int] = set()
     for i, seq in enumerate(seqs):
         row = row_of.get(seq.arrival)
         if row is None:
@@ -44,12 +44,12 @@ def advanced(state: SchedulerState) -> SchedulerState | None:
         if new_computed[i] < new_lengths[i]:
             continue
         if new_lengths[i] + 1 >= seq.limit:
-            leaving.append(i)
+            leaving.add(i)
         new_lengths[i] += 1
     active = Running(seqs, tuple(new_lengths), tuple(new_computed))
     leaving_seqs: tuple[Seq, ...] = ()
     if leaving:
-        leaving_seqs = current_seqs(*state.running.pick(leaving))
+        leaving_seqs = current_seqs(*state.running.pick(sorted(leaving)))
         active = active.pick([i for i in range(len(seqs)) if i not in leaving])
     return state._replace(running=active, leaving=leaving_seqs, step=state.step + 1)
 

@@ -353,7 +353,7 @@ def make_room(
         full, shared = rows_without_room(state)
     copies: Pairs = ()
     if full or shared:
-        state, copies = _give_blocks(state, full, shared)
+        state, copies = give_blocks(state, full, shared)
     return state, copies, preemptions
 
 
@@ -378,7 +378,7 @@ def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int,
     return full, branches.shared(state.pool, active, state.forked, state.config)
 
 
-def _give_blocks(
+def give_blocks(
     state: SchedulerState, full: Sequence[int], shared: Sequence[tuple[int, int]]
 ) -> tuple[SchedulerState, Pairs]:
     """Gives new blocks to the rows that `rows_without_room` returned -> (state, (from, to) of the

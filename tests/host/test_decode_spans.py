@@ -87,17 +87,21 @@ def submitted(
         return state
 
 
+def with_arrivals(data: st.DataObject, state: SchedulerState, shares: bool) -> SchedulerState:
+    """The state after some requests came, or none; after the first call some have come."""
+    arrives = data.draw(st.integers(0, 5)) == 0 or not state.arrivals
+    for drawn in data.draw(drawn_requests) if arrives else ():
+        state = submitted(state, str(state.arrivals), drawn, shares)
+    return state
+
+
 @settings(max_examples=150)
 @given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
 def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     shares = shares and config.reservation == "none"
     state = scheduler.init(config)
-    num_requests = 0
     for _ in range(40):
-        arrives = data.draw(st.integers(0, 5)) == 0 or not num_requests
-        for drawn in data.draw(drawn_requests) if arrives else ():
-            state = submitted(state, str(num_requests), drawn, shares)
-            num_requests = num_requests + 1
+        state = with_arrivals(data, state, shares)
         max_steps = decode_spans.steps_ahead(state)
         if not max_steps:
             state, _, plan = one_step(state, policy, shares)
@@ -131,12 +135,8 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
 def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, policy, shares):
     shares = shares and config.reservation == "none"
     state = scheduler.init(config)
-    num_requests = 0
     for _ in range(40):
-        arrives = data.draw(st.integers(0, 5)) == 0 or not num_requests
-        for drawn in data.draw(drawn_requests) if arrives else ():
-            state = submitted(state, str(num_requests), drawn, shares)
-            num_requests = num_requests + 1
+        state = with_arrivals(data, state, shares)
         planned, plan = scheduler.schedule(state, policy)
         if not plan.seqs:
             break

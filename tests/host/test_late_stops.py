@@ -96,10 +96,10 @@ class Loop:
         self.read(events)
         rows = zip(plan.seqs, plan.lengths, plan.starts, plan.counts, strict=True)
         sampling = [seq.request_id for seq, length, start, count in rows if start + count == length]
-        taken = {
+        with_token = {
             name for event in events if isinstance(event, Sampled) for name in event.request_ids
         }
-        self.dropped += len(set(sampling) - taken)
+        self.dropped += len(set(sampling) - with_token)
 
     def cancel(self, name: str) -> None:
         state, events = scheduler.cancel(self.state, name)
