@@ -27,12 +27,24 @@ from tests.pallas_kernels.test_linear import (
 pytestmark = pytest.mark.few_optimisations
 ON_CPU = pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 ERROR = {"float32": 3e-6, "bfloat16": 2**-7}  # bfloat16: of x and of XLA's weights
+# formats of the default run, one of each kind; the slow runs have all
 MOST = {
     "reference": ["q4_1", "q6_k", "fp8_32"],
-    "xla": ["q4_0", "q5_1", "any", "uint4_128", "mxfp4", "q4_k_super"],
-    "pallas_tpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "mxfp4", "int8_128", "any"],
+    "xla": ["q4_0", "q5_1", "any", "mxfp4", "q4_k_super"],
+    "cpu": ["q4_1", "q5_0", "q4_k_super", "fp8_128", "mxfp4"],
+    "pallas_tpu": ["int4_128", "uint4_64", "q5_1", "fp8_32", "mxfp4"],
     "pallas_gpu": ["int4_128", "uint4_64", "q4_1", "q5_1", "fp8_32", "mxfp4", "q4_k_super"],
 }
+
+
+def formats(impls: list[str]) -> Any:
+    """The cases of implementations and formats: the rest of MOST is slow."""
+    cases = []
+    for impl in impls:
+        for name in BLOCKS:
+            marks = () if name in MOST[impl] else pytest.mark.slow
+            cases.append(pytest.param(impl, name, marks=marks))
+    return pytest.mark.parametrize(("impl", "name"), cases)
 
 
 def random_parts(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> Parts:
@@ -171,9 +183,8 @@ def test_a_variant_of_the_kernel_is_of_one_format():
     assert len({x.code for x in BLOCKS.values()}) == len(set(same)) == len(BLOCKS)
 
 
-@pytest.mark.parametrize("impl", EXACT)
-@pytest.mark.parametrize("name", BLOCKS)
-def test_packed_rows_are_unpacked_and_found(name, impl):
+@formats(EXACT)
+def test_packed_rows_are_unpacked_and_found(impl, name):
     blocks = BLOCKS[name]
     kernel = IMPLS[impl]
     for matrix in (Matrix(70, 96), Matrix(74, 64, True), Matrix(4 * 34, 32, True, 4)):
@@ -188,14 +199,7 @@ def test_packed_rows_are_unpacked_and_found(name, impl):
             chex.assert_trees_all_equal(np.asarray(gathered), restored(rows, blocks, np)[ids])
 
 
-@pytest.mark.parametrize(
-    ("impl", "name"),
-    [
-        pytest.param(impl, name, marks=() if name in MOST[impl] else pytest.mark.slow)
-        for impl in MOST
-        for name in BLOCKS
-    ],
-)
+@formats([impl for impl in EXACT if impl != "cpu"])
 def test_products_are_those_of_the_restored_weights_in_float64(impl, name, monkeypatch):
     monkeypatch.setattr("pallas_kernels.linear.xla.PANEL_ROWS", 32)  # and the rest of a matrix
     if impl not in HERE:
@@ -220,20 +224,18 @@ def assert_bits_of_floats(name: str, case_name: str, dtype: str) -> None:
         chex.assert_trees_all_equal(output, run(floats, "cpu"))
 
 
-# all cases of an encoding with zeros, of one with large blocks, and of one of small floats; of the
-# others, one token and several
-SLOW = {(name, case_name) for name in BLOCKS for case_name in ("a token", "deep")} | {
-    (name, case_name) for name in ("q5_1", "int4_128", "fp8_32") for case_name in CASES
+# A second of compilation, and three on a slow machine, for each format and dtype, and one more for
+# low rank. So all formats have float32 and one token and several; three have all cases and dtypes.
+SLOW = {(name, case_name, "float32") for name in BLOCKS for case_name in ("a token", "deep")} | {
+    (name, case_name, dtype)
+    for name in ("q5_1", "int4_128", "fp8_32")
+    for case_name in CASES
+    for dtype in ERROR
 }
-# a second of compilation for each format, and one more for low rank
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
-    *(("q8_0", name, "float32") for name in ("a chunk", "deep")),
     *(("q4_0", name, "bfloat16") for name in ("a chunk", "gates")),
     *(("q5_0", name, "float32") for name in ("a token", "a chunk", "gates")),
-    *(("q6_k", name, "float32") for name in ("a token", "a chunk")),
     *(("q4_k_super", name, "float32") for name in ("a token", "a chunk", "deep", "gates")),
-    *(("q6_k_super", name, "float32") for name in ("a token", "a chunk")),
-    ("k_super", "a chunk", "float32"),
     *(("fp8_128", name, "float32") for name in ("a chunk", "rows")),
     *(("mxfp4", name, "float32") for name in ("a token", "experts")),
 }
@@ -242,7 +244,7 @@ QUICK = {("q4_1", name, "float32") for name in CASES} | {
 def marks_of(key: tuple[str, str, str]) -> Any:
     if key in QUICK:
         return ()
-    return pytest.mark.slow if key[:2] in SLOW else pytest.mark.exhaustive
+    return pytest.mark.slow if key in SLOW else pytest.mark.exhaustive
 
 
 @ON_CPU

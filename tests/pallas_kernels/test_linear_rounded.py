@@ -73,29 +73,26 @@ def assert_rounded(stored: dict[str, Any], floats: dict[str, Any], blocks: Block
     chex.assert_trees_all_close(output, exact, rtol=0, atol=limit)
 
 
-# all cases of an encoding with small blocks, and of one with large ones; of the others, one token
-# and several
-SLOW = {(name, case_name) for name in INTEGERS for case_name in ("a token", "deep")} | {
-    (name, case_name) for name in ("q5_1", "q6_k", "int8_128") for case_name in CASES
+# as in test_linear_blocks.py
+SLOW = {(name, case_name, "float32") for name in INTEGERS for case_name in ("a token", "deep")} | {
+    (name, case_name, dtype)
+    for name in ("q5_1", "q6_k", "int8_128")
+    for case_name in CASES
+    for dtype in ERROR
 }
-# a second of compilation for each format, and one more for low rank
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a token", "deep")),
     *(("q5_0", name, "float32") for name in ("a token", "deep", "gates")),
     ("q4_0", "a chunk", "bfloat16"),
     ("any", "rows", "float32"),
-    ("q6_k", "a chunk", "float32"),
     *(("q4_k_super", name, "float32") for name in ("a token", "deep", "gates")),
-    ("q6_k_super", "a chunk", "float32"),
-    ("k_super", "a token", "float32"),
-    ("int4_128", "experts", "float32"),
 }
 
 
 def marks_of(key: tuple[str, str, str]) -> Any:
     if key in QUICK:
         return ()
-    return pytest.mark.slow if key[:2] in SLOW else pytest.mark.exhaustive
+    return pytest.mark.slow if key in SLOW else pytest.mark.exhaustive
 
 
 @ON_CPU
@@ -115,7 +112,8 @@ BY_ROW = CASES | {"wide": WIDE}
 
 
 @ON_CPU
-@pytest.mark.default_cases("wide-float32", "a chunk-float32", "experts-float32", "rows-float32")
+@pytest.mark.default_cases("wide-float32")
+@pytest.mark.slow_cases("a chunk-float32", "experts-float32", "rows-float32", "rows-bfloat16")
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", BY_ROW)
 def test_products_with_int8_by_row_are_those_of_rounded_tokens(name, dtype):
