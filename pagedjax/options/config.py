@@ -406,9 +406,9 @@ class EngineConfig:
         behind the device's. It changes no token.
     decode_span: decode steps that one program computes, where the host knows that the next steps
         are decodes of the same rows (device/span.py). With 1, each step is a program. It is for
-        devices that are faster than their host, such as GPUs. A new request waits until the span is
-        over. It changes no token and no plan, and excludes speculative, kv_policy and
-        batch_invariant.
+        steps that are not long beside the host's work: those of GPUs, and of small models in 4 or 8
+        bits on a CPU. A new request waits until the span is over, and its tokens come together. It
+        changes no token and no plan, and excludes speculative, kv_policy and batch_invariant.
     late_stops: whether a step is planned before the tokens of the step before are known
         (host/late.py), as in vLLM's async scheduling: then the device does not wait for the
         scheduler, even if requests wait. A sequence that stops computes one more token, which is
