@@ -380,6 +380,14 @@ def test_a_long_context_in_parts():
 
 
 @interpreted
+def test_the_longest_row_of_a_decode_comes_first():
+    from pallas_kernels.paged_attention.pallas_gpu.decode import longest_first
+
+    rows = longest_first(jnp.array([3, 9, 0, 9, 1], jnp.int32))
+    chex.assert_trees_all_equal(rows, jnp.array([1, 3, 0, 4, 2], jnp.int32))
+
+
+@interpreted
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
 def test_order_of_pages_changes_no_bit(rows):
     case = Case(rows)

@@ -1,6 +1,6 @@
 """Decode attention over pages, one query token a row or a few: Pallas, Mosaic GPU, Hopper.
 
-    grid       (part of the context, key head, row)
+    grid       (part of the context, row, key head); the row with the longest context comes first
     producer   a warpgroup that copies pages into a ring of tiles, each of `tile` context tokens,
                keys and values
     consumer   a warpgroup that computes the tiles in turn: an online softmax (FlashAttention, Dao
@@ -14,6 +14,12 @@ Queries are columns. With G query heads a key head and Q query tokens, G * Q pad
 so that the long side of both products is the side of which WGMMA needs 64 rows. The padding is 8
 columns, not 64 rows. A page is read once for all columns. A tile is masked only if some query does
 not see all of it.
+
+With more blocks of threads than fit on the device, a long row that begins last is waited for by the
+whole device. So the rows of a decode are in the order of their lengths, and the heads of a row
+follow one another: longest processing time first (Graham 1969). If a block takes time in
+proportion to its context, contexts of 100 to 1,107 tokens and four key heads in 264 places, 256
+rows then end 2 % behind the time of perfect balance, and 28 % in any order. No GPU has measured it.
 
 A long context of few rows is split over the grid (Flash-Decoding): each part writes its normalised
 sum and the log of its weights, and XLA merges them. A context that is not split, of one query
@@ -136,6 +142,7 @@ def _decode(
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
     is_short = bool(rows_and_counts)
     is_one_part = parts == 1 and not is_short  # the result needs no merge
+    orders = (longest_first(seq_lens),) if is_one_part else ()  # more parts fit at once
     sink_arrays = []
     if sinks is not None:  # the first part of a context has them, so each counts once
         of_columns = sinks_of_queries(sinks, heads, queries, columns)
@@ -144,12 +151,13 @@ def _decode(
 
     def paged_decode(q_ref, k_ref, v_ref, tables, lengths, *refs):
         rows, counts = refs[:2] if is_short else (None, None)
-        first_result = len(rows_and_counts) + len(sink_arrays)
+        first_result = len(orders) + len(rows_and_counts) + len(sink_arrays)
         first_scratch = first_result + len(out_s)
         results = refs[first_result:first_scratch]
         scratch = refs[first_scratch:]
         q_s, k_s, v_s, p_s, *results_s, q_full, k_full, v_full, k_free, v_free = scratch
-        part, head, row = (lax.axis_index(name) for name in ("part", "head", "row"))
+        part, place, head = (lax.axis_index(name) for name in ("part", "row", "head"))
+        row = refs[0][place] if is_one_part else place
         length = lengths[row]
         nearest = length - (1 if counts is None else counts[row])  # the first query in its context
         earliest = jnp.int32(0) if window is None else lax.max(nearest + 1 - window, 0)
@@ -258,8 +266,8 @@ def _decode(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ),
-        grid=(parts, heads, b),
-        grid_names=("part", "head", "row"),
+        grid=(parts, b, heads),
+        grid_names=("part", "row", "head"),
         **threads(),
     )
     padding = ((0, 0), (0, 0), (0, columns - group * queries), (0, 0))
@@ -268,13 +276,21 @@ def _decode(
         .transpose(0, 2, 3, 1, 4)
         .reshape(b, heads, group * queries, d)
     )
-    of_rows = block_tables, seq_lens, *(a.astype(jnp.int32) for a in rows_and_counts)
+    of_rows = block_tables, seq_lens, *orders, *(a.astype(jnp.int32) for a in rows_and_counts)
     padded = jnp.pad(grouped.astype(dtype), padding)
     results = kernel(padded, k_pages, v_pages, *of_rows, *sink_arrays)
     if is_one_part:
         return results[0][:, None]
     out = merged(*results)[..., : group * queries].reshape(b, heads, d, group, queries)
     return out.transpose(0, 4, 1, 3, 2).reshape(b, queries, n, d).astype(q.dtype)
+
+
+def longest_first(seq_lens: jax.Array) -> jax.Array:
+    """Returns the rows [B] int32 in the order of their lengths, the longest first.
+
+    Rows of equal length keep their order. All layers of a step share one sort, which XLA finds.
+    """
+    return jnp.argsort(-seq_lens).astype(jnp.int32)
 
 
 def weigh(x, top, base, weights, p_s):
