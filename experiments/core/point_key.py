@@ -53,6 +53,7 @@ LATER_FIELDS = {
         "state_impl",
         "decode_span",
         "late_stops",
+        "empty_blocks",
     ),
     Simulate: ("mesh", "hop_s", "profile", "cost"),
     Prompts: ("output", "predicted", "shuffle"),

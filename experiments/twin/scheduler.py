@@ -68,6 +68,7 @@ class Sizes(NamedTuple):
             "host_blocks": (0, "preemption='recompute'"),
             "chunked_prefill": (True, "chunked_prefill=True"),
             "mixed_steps": (True, "mixed_steps=True"),
+            "late_stops": (False, "late_stops=False"),
             "reservation": ("none", "reservation='none'"),
             "views": ((), "a model without windows and states, and no kv_policy"),
         }

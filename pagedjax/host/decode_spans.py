@@ -132,6 +132,7 @@ def next_decodes(state: SchedulerState, plan: Plan) -> DecodeStep | None:
     after = advanced
     if rows:
         after, _ = scheduler.give_blocks(advanced, rows, ())
+        after = after._replace(pool=blocks.keep_empty(after.pool, config.empty_blocks))
     next_plan = EMPTY_PLAN._replace(
         step=after.step,
         seqs=after.running.seqs,
@@ -230,8 +231,8 @@ def _apply_changes(
     """Allocates and publishes the blocks of `_block_changes` -> (pool, the block tables of the rows
     with a change).
 
-    All allocations come before all publications if no allocation evicts a block, because then their
-    order does not matter. Else the steps are taken one by one.
+    All allocations come before all publications if no step evicts a block, because then their order
+    does not matter. Else the steps are taken one by one.
 
     Args:
         chains: by row, the hashes of its blocks.
@@ -244,13 +245,14 @@ def _apply_changes(
         raise ValueError(
             f"the steps need {need} blocks and {pool.num_free} are free; see `steps_ahead`"
         )
-    evicts = need > pool.num_free - len(pool.idle)
+    num_kept = state.config.empty_blocks
+    evicts = need > pool.num_free - len(pool.idle) - num_kept
     for _, group in groupby(changes, key=lambda change: change[0] if evicts else 0):
         step_changes = list(group)
         rows = [i for _, fills, i in step_changes if not fills]
         allocation = blocks.allocate(pool, len(rows))
         assert allocation is not None, "checked for all steps together"
-        pool = allocation[0]
+        pool = blocks.keep_empty(allocation[0], num_kept)
         for i, block in zip(rows, allocation[1], strict=True):
             tables[i].append(block)
         filled: list[tuple[int, str]] = []

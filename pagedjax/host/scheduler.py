@@ -134,7 +134,9 @@ SIZES = (
     "max_num_seqs",
     "max_model_len",
     "host_blocks",
+    "empty_blocks",
 )
+SIZES_OF_0 = "host_blocks", "empty_blocks"  # which may be 0
 
 
 def init(config: SchedulerConfig) -> SchedulerState:
@@ -145,13 +147,18 @@ def init(config: SchedulerConfig) -> SchedulerState:
     """
     for name in SIZES:
         value = getattr(config, name)
-        minimum = 0 if name == "host_blocks" else 1
+        minimum = 0 if name in SIZES_OF_0 else 1
         if value < minimum:
             raise ValueError(f"{name} is {value}; it must be at least {minimum}")
     for name in ("chunked_prefill", "mixed_steps", "late_stops"):
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
+    if config.empty_blocks >= config.num_blocks:
+        raise ValueError(
+            f"empty_blocks is {config.empty_blocks}, and there are {config.num_blocks} blocks, so "
+            "nothing could stay in the cache; choose fewer"
+        )
     one_of("reservation", config.reservation, get_args(Reservation))
     views.check_config(config)
     checkpoints.check_config(config)
@@ -259,6 +266,7 @@ def schedule(
         state = state._replace(news=tuple(_events_of_plan(plan)))
     if config.late_stops:
         state = state._replace(in_flight=(*state.in_flight, plan))
+    pool = blocks.keep_empty(pool, config.empty_blocks)
     return state._replace(pool=pool, running=active), plan
 
 

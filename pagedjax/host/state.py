@@ -44,6 +44,7 @@ def limits(
         views=views_of_groups,
         prefix_checkpoints=checkpoints,
         late_stops=config.late_stops,
+        empty_blocks=config.empty_blocks * max(1, len(views_of_groups)),
     )
 
 

@@ -44,7 +44,7 @@ NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class SchedulerConfig(NamedTuple):
-    """Sizes: integers of at least 1; `host_blocks` may be 0. `num_blocks` does not count the trash
+    """Sizes: integers of at least 1; `host_blocks` and `empty_blocks` may be 0. `num_blocks` does not count the trash
     block.
 
     The three fields after `host_blocks` are baselines (step_kinds.py, reservation.py).
@@ -66,6 +66,9 @@ class SchedulerConfig(NamedTuple):
     # where prefixes can be found in groups with a window (checkpoints.py); None: at every boundary
     prefix_checkpoints: PrefixCheckpoints | None = None
     late_stops: bool = False  # whether a plan is made before the stops of the one before are known
+    # Blocks that are empty after a plan, if cached content can be given up for it: so many blocks
+    # can be predicted (engine/lookahead.py).
+    empty_blocks: int = 0
 
     def record(self) -> dict[str, Any]:
         """Its fields by name, as values of JSON."""

@@ -414,6 +414,10 @@ class EngineConfig:
         scheduler, even if requests wait. A sequence that stops computes one more token, which is
         dropped. Plans are other ones; tokens are the same. It excludes speculative, and is for one
         process.
+    empty_blocks: blocks that stay empty beside the prefix cache. A prediction may take no block
+        with cached content, so without them lookahead and spans end where the cache is full.
+        Predicted steps need a block for each block_size tokens of each row: with 64 rows, spans of
+        8, lookahead 1 and blocks of 16, 64 * 8 * 2 / 16 = 64 blocks.
     speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the
         names of vLLM's speculative_config; None is off. Unless its rule is "rejection", it changes
         no token. It excludes lookahead, because a draft follows known tokens, and lookahead sends a
@@ -474,6 +478,7 @@ class EngineConfig:
     lookahead: Annotated[int, Integers(0)] = 0
     decode_span: Size = 1
     late_stops: bool = False
+    empty_blocks: Annotated[int, Integers(0)] = 0
     speculative: Speculative | None = None
     mesh: MeshConfig | None = None
     devices: tuple[int, ...] | None = None

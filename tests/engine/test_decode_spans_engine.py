@@ -16,7 +16,16 @@ from pagedjax.host.replay import verify
 from pagedjax.host.types import EMPTY_PLAN, Request, Seq
 from pagedjax.viewer import read_recording
 from tests.engine.runs import greedy, sampled
-from tests.engine.test_lookahead import CONFIG, OFTEN, Observed, compare, make, play, tokens
+from tests.engine.test_lookahead import (
+    CONFIG,
+    OFTEN,
+    Observed,
+    compare,
+    fill_cache,
+    make,
+    play,
+    tokens,
+)
 from tests.refusals import refused
 
 BUCKETS = (6, 24)  # of CONFIG's sequences, and of its step
@@ -182,6 +191,23 @@ def test_rows_end_within_a_span_and_the_next_span_follows(llms):
     assert spans.late == 1
     assert spans.sent == spans.steps
     assert spans.programs <= 2 + spans.steps // 4 + 3
+
+
+def test_spans_go_on_beside_a_full_cache_with_empty_blocks(tiny):
+    """Six rows take 24 blocks of four tokens in two spans of 8, and no cached one."""
+    outcomes = []
+    for setting, kept in (((1, 0), 24), ((8, 1), 24), ((8, 1), 0)):
+        engine = span_llm(tiny, *setting, empty_blocks=kept).engine
+        fill_cache(engine)
+        for i in range(6):
+            engine.add(str(i), tokens(3, 50 + i), greedy(30))
+        run = Observed(engine)
+        run.finish()
+        outcomes.append(run)
+    plain, spans, without = outcomes
+    assert spans.results == plain.results
+    assert (spans.late, without.late > 3) == (1, True)
+    assert spans.programs <= 2 + spans.steps // 8 + 6 < without.programs
 
 
 def test_a_stop_within_a_span_costs_no_other_row_a_step(llms):

@@ -328,6 +328,30 @@ def test_no_prediction_overwrites_cached_content(tiny):
     assert 5 <= runs[1].late < runs[1].steps, "each block taken from the cache is waited for"
 
 
+def fill_cache(engine) -> None:
+    """Afterwards each block holds cached content, or is one of `empty_blocks`."""
+    engine.reset()
+    for i in range(9):
+        engine.add(f"a{i}", tokens(32, i), greedy(1))
+        Observed(engine).finish()
+    pool = engine.scheduler_state.pool
+    assert pool.num_free - len(pool.idle) == engine.config.empty_blocks
+
+
+def test_predictions_go_on_beside_a_full_cache_with_empty_blocks(tiny):
+    runs = {}
+    for depth in (0, 1):
+        engine = make(tiny, depth, empty_blocks=4).engine
+        fill_cache(engine)
+        runs[depth] = Observed(engine)
+        for i in range(3):
+            engine.add(f"b{i}", tokens(10, 99 + i), greedy(40))
+        runs[depth].finish()
+    assert runs[1].results == runs[0].results
+    assert runs[1].sent == runs[1].steps, "a prediction was wrong"
+    assert runs[1].late <= 3, "a step was not predicted"
+
+
 @pytest.mark.parametrize("value", [-1, True, 1.5])
 def test_an_invalid_depth_is_refused(value):
     with refused(r"lookahead is .*; it must be an integer of at least 0"):

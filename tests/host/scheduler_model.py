@@ -219,13 +219,18 @@ class Model:
     def take(self, sequence: ModelSequence, number: int) -> None:
         """Gives a sequence new blocks. If no block is empty, an idle block loses its content."""
         for _ in range(number):
-            if self.free() == len(self.idle):
-                lost = self.idle.pop(0)
-                self.published = {
-                    key: block for key, block in self.published.items() if block != lost
-                }
+            if self.empty() == 0:
+                self.evict()
             self.unseen -= 1
             sequence.table.append(self.unseen)
+
+    def empty(self) -> int:
+        return self.free() - len(self.idle)
+
+    def evict(self) -> None:
+        """The block that has been idle for longest loses its content."""
+        lost = self.idle.pop(0)
+        self.published = {key: block for key, block in self.published.items() if block != lost}
 
     def release(self, sequence: ModelSequence) -> None:
         """Takes the blocks of a sequence that no longer runs, the last one first."""
@@ -293,6 +298,8 @@ class Model:
         self.compose_by_kind(step)
         for sequence in [row[0] for row in step.rows if row[0] in self.decodes]:
             self.draft(step, sequence, offered.get(sequence.name, []))
+        while self.idle and self.empty() < self.config.empty_blocks:
+            self.evict()
         self.flight = step
         return step
 

@@ -261,7 +261,7 @@ def test_random_runs_match_a_buddy_allocator(size: int, script: list[tuple[bool,
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["allocate", "share", "release", "publish", "reuse", "forget"]),
+        st.sampled_from(["allocate", "share", "release", "publish", "reuse", "keep", "forget"]),
         st.integers(0, 7),
     ),
     max_size=60,
@@ -309,6 +309,12 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
         elif action == "reuse" and idle:
             tables.append([idle[number % len(idle)]])
             pool = blocks.share(pool, tables[-1])
+        elif action == "keep":
+            pool = blocks.keep_empty(pool, number)
+            while idle and len(empty) < number:
+                block = idle.pop(0)
+                empty.append(block)
+                content = {key: other for key, other in content.items() if other != block}
         elif action == "forget":
             content.clear()
             pool = blocks.forget(pool)

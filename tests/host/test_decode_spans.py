@@ -18,7 +18,10 @@ WORD = 7
 Hashes = dict[str, tuple[str, ...]]
 
 configs = st.builds(
-    SchedulerConfig,
+    lambda empty_blocks, num_blocks, **options: SchedulerConfig(
+        empty_blocks=min(empty_blocks, num_blocks - 1), num_blocks=num_blocks, **options
+    ),
+    empty_blocks=st.sampled_from([0, 0, 2, 6]),
     block_size=st.integers(1, 5),
     num_blocks=st.integers(1, 40),
     max_num_batched_tokens=st.integers(1, 24),

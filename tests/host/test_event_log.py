@@ -220,12 +220,18 @@ usual = [
     st.booleans(),
     st.none(),
     st.just(False),
+    st.sampled_from([0, 3]),
 ]
 ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
 modes = st.one_of(
     drawn_views.with_checkpoints(st.builds(SchedulerConfig, *sizes, *usual)),
     st.builds(
-        SchedulerConfig, *sizes, *ways, prefix_checkpoints=st.none(), late_stops=st.just(False)
+        SchedulerConfig,
+        *sizes,
+        *ways,
+        prefix_checkpoints=st.none(),
+        late_stops=st.just(False),
+        empty_blocks=st.just(0),
     ),
 )
 

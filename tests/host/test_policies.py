@@ -323,6 +323,7 @@ ways = {
     "views": st.just(()),
     "prefix_checkpoints": st.none(),
     "late_stops": st.just(False),
+    "empty_blocks": st.just(0),
 }
 configs = drawn_views.with_checkpoints(st.builds(SchedulerConfig, **sizes, **usual))
 baselines = st.builds(SchedulerConfig, **sizes, **ways)

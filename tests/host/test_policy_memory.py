@@ -476,7 +476,7 @@ def test_random_policies_keep_the_invariants_and_replay_byte_for_byte(tmp_path: 
         assert last.state == state
 
     usual = [*map(st.just, (True, True, "none")), drawn_views.at_most_one_group]
-    usual += [st.booleans(), st.none(), st.just(False)]
+    usual += [st.booleans(), st.none(), st.just(False), st.sampled_from([0, 3])]
     configs = drawn_views.with_checkpoints(st.builds(SchedulerConfig, *sizes, *usual))
     drawn.check(number, holds, config=configs, seed=st.integers(0, 2**32 - 1))
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
-from pagedjax.host.scheduler import Rejected, SchedulerConfig
+from pagedjax.host.scheduler import SIZES, Rejected, SchedulerConfig
 from tests.host.scheduler_steps import (
     WORD,
     crowded,
@@ -70,11 +70,16 @@ def test_a_rejection_is_a_value_error():
     assert issubclass(Rejected, ValueError)
 
 
-@pytest.mark.parametrize("name", SchedulerConfig._fields[:6])
+@pytest.mark.parametrize("name", SIZES)
 def test_sizes_below_the_least_are_refused(name):
-    smallest = 0 if name == "host_blocks" else 1
+    smallest = 0 if name in ("host_blocks", "empty_blocks") else 1
     with refused(f"{name} is {smallest - 1}; it must be at least {smallest}"):
         scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: smallest - 1}))
+
+
+def test_a_cache_that_could_keep_no_block_is_refused():
+    with refused("empty_blocks is 4, and there are 4 blocks, so nothing could stay in the cache"):
+        scheduler.init(SchedulerConfig(1, 4, 1, 1, 1, empty_blocks=4))
 
 
 @pytest.mark.parametrize("name", ["chunked_prefill", "mixed_steps"])

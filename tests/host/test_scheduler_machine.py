@@ -47,6 +47,7 @@ sizes = {
     "max_num_seqs": st.integers(1, 6),
     "max_model_len": st.integers(2, 40),
     "host_blocks": st.one_of(st.just(0), st.integers(1, 12)),
+    "empty_blocks": st.sampled_from([0, 0, 2, 5]),
 }
 # (chunked_prefill, mixed_steps, reservation): the default mode, and the baseline modes
 USUAL, *BASELINES = itertools.product((True, False), (True, False), get_args(Reservation))
@@ -58,7 +59,9 @@ def config_of(mode: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerCo
     """With reservation "max", max_model_len is cut to the largest piece: else all requests are
     refused.
     """
-    config = SchedulerConfig(*(sizes[name] for name in SchedulerConfig._fields[:6]), *mode)
+    sizes["empty_blocks"] = min(sizes["empty_blocks"], sizes["num_blocks"] - 1)
+    ways = dict(zip(("chunked_prefill", "mixed_steps", "reservation"), mode, strict=True))
+    config = SchedulerConfig(**sizes, **ways)
     if config.reservation != "max":
         return config
     return config._replace(max_model_len=max(2, min(config.max_model_len, longest(config))))
@@ -562,6 +565,7 @@ def small_config(draw: random.Random) -> SchedulerConfig:
         max_num_seqs=draw.randint(2, 6),
         max_model_len=40,
         host_blocks=host_blocks,
+        empty_blocks=draw.choice([0, 0, 3]),
     )
 
 
