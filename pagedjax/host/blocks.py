@@ -12,8 +12,9 @@ hole (views.py), which `share` and `release` skip. A block is in one of three st
 
 `publish` records the content of an owned block: a hash of its tokens and of all tokens before them
 (block_hashes.py). `find` returns the blocks of a chain of hashes. An idle block keeps its content
-until no block is empty, or fewer than `keep_empty` shall keep. The cost of an operation depends on the blocks that it touches, never on
-the size of the pool (of `allocate`: amortised, since it may reverse a list of returned blocks).
+until no block is empty, or fewer than `keep_empty` shall keep. The cost of an operation depends on
+the blocks that it touches, never on the size of the pool (of `allocate`: amortised, since it may
+reverse a list of returned blocks).
 
 Empty blocks are handed out first in, first out. So a sequence that ends unexpectedly does not
 change which blocks the next steps get, and plans that were predicted for them stay right

@@ -21,7 +21,14 @@ from pagedjax.host.scheduler import Rejected, SchedulerConfig
 from pagedjax.host.types import Released, Request
 from pagedjax.options.config import PrefixCheckpoints
 from tests import drawn
-from tests.host.test_scheduler_machine import Driver, seeds, sizes, small_config
+from tests.host.test_scheduler_machine import (
+    USUAL,
+    Driver,
+    config_of,
+    seeds,
+    sizes,
+    small_config,
+)
 from tests.refusals import refused
 
 SMALL = SchedulerConfig(
@@ -97,7 +104,7 @@ class HandoverMachine(RuleBasedStateMachine):
 
     @initialize(size=st.integers(1, 8), first=other_sizes, second=other_sizes)
     def start(self, size: int, first: dict, second: dict) -> None:
-        configs = [SchedulerConfig(size, **sizes) for sizes in (first, second)]
+        configs = [config_of(USUAL, block_size=size, **sizes) for sizes in (first, second)]
         self.pair = Pair((configs[0], configs[1]), self.tally)
 
     @rule(side=st.integers(0, 1), seed=seeds)
