@@ -1,12 +1,13 @@
-"""The requests of `gpu_engine` in another engine on the same GPU: transformers' continuous
-batching, on torch.
+"""The requests of `gpu_engine` in torch on the same GPU: in a plain loop of fixed shape
+(torch_loop.py), and in transformers' continuous batching.
 
     python -m experiments.hardware.gpu_peers --json peers.json
 
 Model, dtype and requests are those of `gpu_engine`: a Llama of random weights, nano-vllm's lengths,
 all requests at once, and every request ends at its own length. The figures are output tokens/s and
-seconds, as in `gpu_engine`. transformers has its own choice of blocks and budget; it fills the
-memory of the GPU with its cache.
+seconds, as in `gpu_engine`. The loop is one batch whose rows stay until the longest request ends,
+so it computes more tokens than are asked for. transformers has its own choice of blocks and budget;
+it fills the memory of the GPU with its cache.
 
 vLLM is not measured here: what it needs is not on every machine. `experiments.bench.peers` has an
 adapter for it.
@@ -23,10 +24,12 @@ from typing import Any
 
 from experiments.bench.harness import arguments_of, at_least_1, bench_parser, write_report
 from experiments.bench.random_llama import SHAPES
+from experiments.hardware import torch_loop
 from experiments.hardware.gpu_engine import Request, requests_of
 
 NO_PREFIX = (5, 23)  # from this version on, transformers names its paged attention without "paged|"
 WARM_REQUESTS = 8  # requests before the timed ones
+TEMPERATURE = 0.6
 # On a CPU transformers would take nine tenths of the machine's memory for its cache, whoever else
 # needs it.
 CPU_LIMITS: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 256}
@@ -53,8 +56,11 @@ def llama(shape: str, dtype: str) -> Any:
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, Any]:
+def serve(model: Any, requests: Sequence[Request], end: float) -> dict[str, Any]:
     """The figures of all requests, served at once, after some that warm the engine up.
+
+    Args:
+        end: when the command's time is over, by time.perf_counter.
 
     Raises:
         RuntimeError: a request got another number of tokens than it asked for, or the time is over.
@@ -63,13 +69,12 @@ def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, 
 
     settings = transformers.GenerationConfig(
         do_sample=True,
-        temperature=0.6,
+        temperature=TEMPERATURE,
         max_new_tokens=max(tokens for _, tokens in requests),
         eos_token_id=-1,
         pad_token_id=0,
     )
     limits = CPU_LIMITS if model.device.type == "cpu" else {}
-    end = time.perf_counter() + seconds
     with model.continuous_batching_context_manager(
         generation_config=settings,
         continuous_batching_config=transformers.ContinuousBatchingConfig(**limits),
@@ -78,6 +83,22 @@ def serve(model: Any, requests: Sequence[Request], seconds: float) -> dict[str, 
         warm = [(prompt, min(tokens, 16)) for prompt, tokens in requests[:WARM_REQUESTS]]
         run_requests(manager, warm, "warm", end)
         duration = run_requests(manager, requests, "timed", end)
+    return figures_of(requests, duration)
+
+
+def serve_in_loop(model: Any, requests: Sequence[Request]) -> dict[str, Any]:
+    """The figures of all requests as one batch of a plain loop, after one run that is not timed."""
+    run, cache_bytes = torch_loop.generate(model, requests, TEMPERATURE)
+    run()
+    start = time.perf_counter()
+    outputs = run()
+    duration = time.perf_counter() - start
+    assert [len(output) for output in outputs] == [count for _, count in requests]
+    return figures_of(requests, duration) | {"cache_bytes": cache_bytes}
+
+
+def figures_of(requests: Sequence[Request], duration: float) -> dict[str, Any]:
+    """The rates of requests that took some seconds."""
     tokens = sum(count for _, count in requests)
     total = tokens + sum(len(prompt) for prompt, _ in requests)
     return {
@@ -144,17 +165,24 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments_of(parser, argv, **REHEARSED)
     if importlib.util.find_spec("torch") is None:
         print(
-            "error: transformers' continuous batching needs torch, which is not installed",
+            "error: the peers need torch, which is not installed",
             file=sys.stderr,
         )
         return 2
     shortest, longest = args.lengths
     requests = requests_of(args.requests, shortest, longest, SHAPES[args.shape]["vocab_size"])
-    figures = serve(llama(args.shape, args.dtype), requests, args.seconds)
-    figures = {"engine": "transformers, continuous batching", **versions(), **figures}
-    print(json.dumps(figures), flush=True)
-    report = {"shape": args.shape, "dtype": args.dtype, "runs": [figures]}
-    write_report(args.json, report, place="where", device=False)
+    end = time.perf_counter() + args.seconds
+    model = llama(args.shape, args.dtype)
+    peers = {
+        "a loop in torch": lambda: serve_in_loop(model, requests),
+        "transformers, continuous batching": lambda: serve(model, requests, end),
+    }
+    runs: list[dict[str, Any]] = []
+    for name, peer in peers.items():
+        runs.append({"engine": name, **versions(), **peer()})
+        print(json.dumps(runs[-1]), flush=True)
+        report = {"shape": args.shape, "dtype": args.dtype, "runs": runs}
+        write_report(args.json, report, place="where", device=False)
     return 0
 
 

@@ -14,8 +14,8 @@
               steps consist of
     goldens   experiments.hardware.gpu_goldens: a real model against transformers
     predict   experiments.hardware.gpu_prediction: study 010, a simulation against measured runs
-    peers     experiments.hardware.gpu_peers: the engine's requests in transformers' continuous
-              batching; needs torch
+    peers     experiments.hardware.gpu_peers: the engine's requests in a plain loop with CUDA
+              graphs, and in transformers' continuous batching; needs torch
     stored    experiments.hardware.gpu_stored: decodes of a model with weights of 4 bits: are the
               kernel's products right, and how fast are they beside XLA's?
     latents   experiments.hardware.gpu_latents: is the kernel for latents right?
