@@ -1,11 +1,15 @@
 """Late stops: plans behind one whose tokens are unknown. Whatever is submitted, cancelled and
 scheduled, a request gets the tokens that it would get alone, and blocks are neither lost nor shared.
+
+GOLDEN is a recording of the plans. `python -m tests.host.test_late_stops` writes it again, if a rule
+of late plans was changed on purpose.
 """
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +23,7 @@ from pagedjax.host.types import Event, Finished, Plan, Request, Sampled
 from tests import drawn
 
 CONFIG = SchedulerConfig(4, 24, 12, 5, 40, late_stops=True)
+GOLDEN = Path(__file__).parent / "goldens" / "late.jsonl"
 
 
 def late_config(**sizes: Any) -> SchedulerConfig:
@@ -202,6 +207,40 @@ def gets_the_tokens_it_would_get_alone(config: SchedulerConfig, requests: list[A
         assert end.num_output == len(loop.tokens[name])
 
 
+def record_some_requests(path: Path) -> Loop:
+    """A run with stops, ends, cancellations, waiting requests and preemptions."""
+    draw = random.Random(0)
+    config = CONFIG._replace(num_blocks=12, max_num_seqs=4, host_blocks=8)
+    recorder = event_log.Recorder(path, config, "fcfs")
+    loop = Loop(config, recorder)
+    for step in range(40):
+        if step % 2 == 0:
+            stops = frozenset(draw.sample(range(10), draw.randint(0, 1)))
+            sizes = draw.randint(1, 12), draw.randint(8, 24), draw.randint(0, 1)
+            request = Request(f"r{step}", *sizes, stop_token_ids=stops)
+            recorder.write(event_log.Submit(request))
+            loop.set(scheduler.submit(loop.state, request))
+        cancelled = f"r{draw.randrange(40)}" if draw.random() < 0.2 else ""
+        loop.step((cancelled,))
+    while loop.state.ids or loop.state.in_flight:
+        loop.step()
+    recorder.close()
+    return loop
+
+
+def test_late_plans_are_those_of_the_golden_recording(tmp_path):
+    loop = record_some_requests(tmp_path / "run.jsonl")
+    assert {end.reason for end in loop.ends.values()} == {"stop", "length", "abort"}
+    assert loop.late_plans > 30
+    assert loop.dropped > 3
+    text = (tmp_path / "run.jsonl").read_text()
+    assert '"preempted":["' in text
+    assert '"swapped":["' in text
+    assert verify(GOLDEN).identical
+    # the first line has the version and the configuration
+    assert text.splitlines()[1:] == GOLDEN.read_text("utf-8").splitlines()[1:]
+
+
 def test_a_stop_is_known_one_step_late_and_its_token_is_dropped(tmp_path):
     recorder = event_log.Recorder(tmp_path / "run.jsonl", CONFIG, "fcfs")
     loop = Loop(CONFIG, recorder)
@@ -259,3 +298,8 @@ def test_branches_and_drafts_wait_for_the_tokens():
     state, plan = scheduler.schedule(state, FCFS, {"a": 2})
     assert plan.drafts
     assert scheduler.schedule_late(state, FCFS) is None
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    record_some_requests(GOLDEN)
