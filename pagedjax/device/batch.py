@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from pagedjax.device.row_features.chain import DEFAULT, FeatureRows, RowChain
 
 Kind = TypeVar("Kind", bound=Extra)
 MAX_TOP = 20  # most top log-probabilities of a request
+PROMPT_SPACING = 3  # buckets: of powers of two, a step is padded to 8 times its tokens at most
 DECODE_SPACING = 32  # tokens between sizes of steps of decodes alone, on a GPU
 
 
@@ -141,6 +143,7 @@ class StepShape(NamedTuple):
     # every row has one token, and no log-probability of a prompt's token is wanted
     decodes_alone: bool = False
     span: int = 1  # the program computes so many steps, all of decodes (span.py)
+    prompt_logprobs: bool = False  # log-probabilities of prompt tokens are wanted
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,9 @@ class Shapes(NamedTuple):
     decode_buckets: tuple[int, ...] = ()
     span: int = 1  # the steps of a span; 1: there are no spans
     span_buckets: tuple[int, ...] = ()  # T of the steps that have a program for a span
+    # T of the steps that give log-probabilities of prompt tokens, ascending, some of `tokens` with
+    # the largest; (): all of them
+    prompt_buckets: tuple[int, ...] = ()
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -181,6 +187,15 @@ class Shapes(NamedTuple):
         """The smallest T that holds `num_tokens` decodes alone."""
         sizes = self.decode_buckets[bisect_left(self.decode_buckets, num_tokens) :][:1]
         return min(*sizes, self.bucket(num_tokens)) if sizes else self.bucket(num_tokens)
+
+    @property
+    def of_prompt_logprobs(self) -> Shapes:
+        """The same for steps that give log-probabilities of prompt tokens."""
+        return self._replace(tokens=self.prompt_buckets or self.tokens, decode_buckets=())
+
+    @property
+    def are_of_prompt_logprobs(self) -> bool:
+        return self.tokens == (self.prompt_buckets or self.tokens) and not self.decode_buckets
 
     def rows(self, t: int) -> int:
         """B: the rows of a step of T tokens."""
@@ -198,7 +213,7 @@ class Shapes(NamedTuple):
 
     @property
     def steps(self) -> tuple[StepShape, ...]:
-        """The shapes of all steps, the largest last."""
+        """The shapes of all steps but those with `prompt_logprobs`, the largest last."""
         kinds = (False, True) if self.drafts else (False,)
         alone = [StepShape(t, self.samples(t, False), True) for t in self.decode_buckets]
         spans = [self.span_shape(t) for t in self.span_buckets]
@@ -236,6 +251,13 @@ def token_buckets(max_tokens: int, *, smallest: int = 1) -> tuple[int, ...]:
         sizes.append(size)
         size *= 2
     return (*sizes, max(max_tokens, smallest))
+
+
+def prompt_buckets(buckets: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of steps with log-probabilities of prompt tokens: every third one of the others, with
+    the largest. Few requests want them, so few programs are worth their compilation.
+    """
+    return tuple(buckets[::-1][::PROMPT_SPACING][::-1])
 
 
 def gpu_decode_buckets(most: int) -> tuple[int, ...]:

@@ -219,6 +219,15 @@ def _drawn(
     return rejection.draw_or_accept(row_weights, s, seed, drafted)
 
 
+def prompt_logprobs_bytes(tokens: int, vocabulary: int) -> int:
+    """Bytes of device memory that `prompt_logprobs` needs for a step of so many tokens, beside what
+    the step needs: the logits of a tile in float32, and as many numbers twice while they are
+    normalised and ranked.
+    """
+    float32_bytes = 4
+    return 3 * float32_bytes * min(PROMPT_TILE, tokens) * vocabulary
+
+
 def prompt_logprobs(
     project: Callable[[jax.Array], jax.Array],
     hidden: jax.Array,
@@ -226,8 +235,7 @@ def prompt_logprobs(
     tile: int | None = None,
     by_rows: Callable[..., Any] = whole_rows,
 ) -> PromptLogprobs:
-    """Log-probabilities of `targets` [T] from hidden [T, H], PROMPT_TILE tokens at a time, and
-    only if there is a target.
+    """Log-probabilities of `targets` [T] from hidden [T, H], PROMPT_TILE tokens at a time.
 
     Args:
         project: [R, H] -> logits [R, V], or those of a device's part of the vocabulary.
@@ -251,20 +259,9 @@ def prompt_logprobs(
         )
         return jax.tree.map(put, out, logprobs)
 
-    # Without a target a branch skips the loop. A loop of zero trips would not do: XLA moves work,
-    # such as converting the head, out of loops, but not out of branches.
-    zeros = no_prompt_logprobs(len(padded))
-
-    def of_all_tiles() -> PromptLogprobs:
-        return jax.lax.fori_loop(0, len(padded) // size, body, zeros)
-
-    out = jax.lax.cond(jnp.any(targets >= 0), of_all_tiles, lambda: zeros)
+    zeros = PromptLogprobs(*_no_logprobs(len(padded)))
+    out = jax.lax.fori_loop(0, len(padded) // size, body, zeros)
     return jax.tree.map(lambda x: x[:t], out)
-
-
-def no_prompt_logprobs(tokens: int) -> PromptLogprobs:
-    """The result for T tokens without targets."""
-    return PromptLogprobs(*_no_logprobs(tokens))
 
 
 def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:

@@ -31,7 +31,6 @@ from pagedjax.device.sampling import (
     History,
     PromptLogprobs,
     SampledTokens,
-    no_prompt_logprobs,
     prompt_logprobs,
     sample,
 )
@@ -62,7 +61,7 @@ class StepOutput(NamedTuple):
     """
 
     sampled: SampledTokens
-    prompt: PromptLogprobs
+    prompt: PromptLogprobs | None = None  # if the batch has targets
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
     # [R, H] after the final norm, of the token that each sample follows
     hidden: jax.Array | None = None
@@ -204,7 +203,7 @@ def _output_of_span(batch: Batch, tokens: jax.Array) -> StepOutput:
     """
     nothing: Any = None  # what no row of a span asks for
     sampled = SampledTokens(tokens, nothing, nothing, nothing, nothing)
-    return StepOutput(sampled, prompt=nothing, fed=_tokens_to_feed(batch, tokens[-1]))
+    return StepOutput(sampled, fed=_tokens_to_feed(batch, tokens[-1]))
 
 
 def _arrive(batch: Batch) -> Batch:
@@ -277,30 +276,22 @@ def _tokens_to_feed(batch: Batch, tokens: jax.Array) -> jax.Array | None:
 
 def _hidden_of_samples(
     model: Any, finish: Callable[..., Any], batch: Batch, tile: int | None, by_rows: Any
-) -> tuple[jax.Array, PromptLogprobs]:
+) -> tuple[jax.Array, PromptLogprobs | None]:
     """The last hidden states [R, H] of the tokens that samples follow, and the log-probabilities of
-    prompt tokens.
+    prompt tokens, if the batch has targets.
 
     Tokens that no sample follows need the last layer only for log-probabilities.
 
     Args:
         finish: `Run.finish`, which runs the last layer for all tokens (None), or for some.
     """
-
-    def with_prompt_logprobs() -> tuple[jax.Array, PromptLogprobs]:
-        hidden = finish(None)
-        sample_hidden = hidden[batch.last]
-        return sample_hidden, prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
-
-    def without_prompt_logprobs() -> tuple[jax.Array, PromptLogprobs]:
-        return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
-
-    if len(batch.last) < len(batch.tokens):
-        has_targets = jnp.any(batch.targets >= 0)
-        return jax.lax.cond(has_targets, with_prompt_logprobs, without_prompt_logprobs)
-    if batch.targets is None:
-        return finish(None)[batch.last], no_prompt_logprobs(len(batch.tokens))
-    return with_prompt_logprobs()
+    if batch.targets is None and len(batch.last) < len(batch.tokens):
+        return finish(samples_of(batch)), None
+    hidden = finish(None)
+    logprobs = None
+    if batch.targets is not None:
+        logprobs = prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
+    return hidden[batch.last], logprobs
 
 
 def make_draft(

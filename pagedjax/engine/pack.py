@@ -6,10 +6,11 @@
     last [R]            0      1      2               7       0 0 ... 0       R = B without drafts
 
 In a step of decodes alone, row b has the token b. If a program for such steps alone exists,
-cu_q_lens and `targets` are None. (A step in which a decode wants a prompt's log-probability uses
-the program for mixed steps.) A row with k drafts has k more tokens, which are drafts, and k more samples: one after
-its known tokens and one after each draft. Padding tokens write to block 0, the trash block; padding
-rows have no tokens and length 0. M is the width of a block table, in blocks.
+cu_q_lens is None. `targets` is None unless log-probabilities of prompt tokens are wanted: such steps
+have programs and buckets of their own (`Shapes.prompt_buckets`). A row with k drafts has k more
+tokens, which are drafts, and k more samples: one after its known tokens and one after each draft.
+Padding tokens write to block 0, the trash block; padding rows have no tokens and length 0. M is the
+width of a block table, in blocks.
 
 `ARRAYS` lists the functions that make arrays which only some engines have. A new array is a file
 with a class (device/extras.py), a function of a `Packing`, and the function's name in `ARRAYS`.
@@ -121,17 +122,12 @@ def pack(
     row_of_sample, relative = _samples(plan)
     records = _records(data, chain)
     targets = _targets(plan, data, records["prompt_logprobs"], queries)
+    if targets is not None and not shapes.are_of_prompt_logprobs:
+        return pack(plan, sequences, shapes.of_prompt_logprobs, blanks, chain, sources)
     sampling = _sampling_of_plan(
         plan, data, records, row_of_sample, relative, blanks[r], chain, sources.masks
     )
-    decodes_alone = (
-        len(queries.row_of_token) == len(data)
-        and t in shapes.decode_buckets
-        and (targets < 0).all()
-    )
-    if not decodes_alone and t not in shapes.tokens:  # a token of a prompt wants a log-probability
-        mixed = shapes._replace(decode_buckets=())
-        return pack(plan, sequences, mixed, blanks, chain, sources, samples=samples)
+    decodes_alone = len(queries.row_of_token) == len(data) and t in shapes.decode_buckets
     batch = Batch(
         tokens=queries.tokens,
         positions=queries.positions,
@@ -141,7 +137,7 @@ def pack(
         cu_q_lens=None if decodes_alone else queries.cu_q_lens,
         last=_padded(queries.cu_q_lens[1:][row_of_sample] - 1 + relative, r),
         sampled_row=_padded(row_of_sample, r),
-        targets=None if decodes_alone or sources.span is not None else targets,
+        targets=targets,
         sampling=sampling,
     )
     return _with_extras(
@@ -398,18 +394,21 @@ def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 def _targets(
     plan: Plan, data: Sequence[SequenceData], wants_targets: np.ndarray, queries: Queries
-) -> np.ndarray:
-    """[T] the next prompt token for rows that want prompt log-probabilities; else -1.
+) -> np.ndarray | None:
+    """[T] the next prompt token for rows that want prompt log-probabilities; else -1. None if no
+    token of the step has such a target.
 
     Args:
         wants_targets: whether each row wants them.
     """
-    targets = np.full(len(queries.tokens), -1, np.int32)
+    targets = None
     for i in np.flatnonzero(wants_targets).tolist():
         row = data[i]
         start = plan.starts[i]
         stop = min(start + plan.counts[i], row.prompt_len - 1)
         if start < stop:
+            if targets is None:
+                targets = np.full(len(queries.tokens), -1, np.int32)
             first = queries.cu_q_lens[i]
             targets[first : first + stop - start] = row.tokens[start + 1 : stop + 1]
     return targets

@@ -138,7 +138,7 @@ def _fits(
     sources: Sources,
 ) -> bool:
     """Whether a plan runs in the program of the step before, with its options."""
-    tokens, samples, decodes_alone, _ = before.shape
+    tokens, samples, decodes_alone, *_ = before.shape
     return (
         bool(plan.seqs)
         and not sources.masks

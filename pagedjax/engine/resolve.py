@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from pagedjax.device import attention, cache, linear, memory, states
-from pagedjax.device.batch import Shapes, gpu_decode_buckets, token_buckets
+from pagedjax.device.batch import Shapes, gpu_decode_buckets, prompt_buckets, token_buckets
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
@@ -329,6 +329,7 @@ def shapes(config: Resolved, model: Model, draft: DraftModel | None = None) -> S
         decode_buckets=decode_buckets,
         span=config.decode_span,
         span_buckets=_span_buckets(config, rows, decode_buckets),
+        prompt_buckets=prompt_buckets(config.token_buckets),
     )
 
 

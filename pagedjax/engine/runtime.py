@@ -35,7 +35,7 @@ from pagedjax.device.models import Model, for_context
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowChain, RowFeature, find
 from pagedjax.device.row_features import chain as chain_of
-from pagedjax.device.sampling import device_tile
+from pagedjax.device.sampling import device_tile, prompt_logprobs_bytes
 from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step
 from pagedjax.engine import adapters, compilations, drafters, kept_programs, programs
@@ -70,6 +70,8 @@ class Runtime:
     chain: the sampling options, in their order.
     blanks: by the number of samples, their arrays if no sample uses an option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
+    prompt_programs: by the shape of a step that gives log-probabilities of prompt tokens. It is
+        compiled when a step first needs it, because few requests want them.
     side_programs: by what steps return beside samples, and by the shape of a step, its program. It
         is compiled when a step first needs it.
     geometry: the shapes of the cache's blocks, and who sees them.
@@ -97,6 +99,7 @@ class Runtime:
     chain: RowChain
     blanks: Mapping[int, SamplingBatch]
     programs: Mapping[StepShape | DraftShape, Any]
+    prompt_programs: programs.LazyPrograms
     side_programs: programs.SidePrograms
     copy: Any
     swap: SwapPrograms | None
@@ -215,8 +218,7 @@ def build(
 
     def settle(program: Any) -> Resolved:
         """The configuration with the blocks that fit beside the largest program."""
-        activations = memory.activations_peak(program)
-        return resolve(config, model, device_memory, activations, draft_model)
+        return resolve(config, model, device_memory, _activations(program, sizes), draft_model)
 
     compiled = _compile(spec, settle, progress=progress)
     report = _memory_report(device_memory, compiled, spec, weights=memory.nbytes(leaves))
@@ -275,6 +277,7 @@ class CompiledPrograms(NamedTuple):
 
     config: Resolved
     programs: Mapping[StepShape | DraftShape, Any]
+    prompt_programs: programs.LazyPrograms
     side_programs: programs.SidePrograms
     copy: Any
     swap: SwapPrograms | None
@@ -313,6 +316,7 @@ def _compile(
     return CompiledPrograms(
         config=config,
         programs=steps,
+        prompt_programs=programs.LazyPrograms(compile_one, config),
         side_programs=programs.SidePrograms(compiler, config),
         copy=copy,
         swap=swap,
@@ -331,7 +335,7 @@ def _memory_report(
     config = compiled.config
     activations = None
     if config.compilation != "lazy":
-        activations = memory.activations_peak(compiled.programs[spec.sizes.steps[-1]])
+        activations = _activations(compiled.programs[spec.sizes.steps[-1]], spec.sizes)
     return memory.report(
         device_memory,
         weights=weights,
@@ -344,6 +348,14 @@ def _memory_report(
         host_block_bytes=spec.geometry.host_block_bytes,
         sequences=sequences_that_fit(_limits(config, spec.geometry)),
     )
+
+
+def _activations(program: Any, sizes: Shapes) -> int:
+    """Bytes that a step needs besides its arguments: those of the program of the largest step, and
+    what log-probabilities of prompt tokens add to it, whose program is compiled later.
+    """
+    more = prompt_logprobs_bytes(sizes.tokens[-1], sizes.vocab_size)
+    return memory.activations_peak(program) + more
 
 
 def _block_programs(
@@ -455,7 +467,7 @@ def _compiler(
         else:
             jitted = step
             kind = ("step",)
-            batch = joined(spec.inputs.steps[shape])
+            batch = joined(_blank_step(spec, shape))
         arguments = spec.leaves, pages, batch
         return kept_programs.program(
             None if facts is None else (*facts, *kind),
@@ -465,6 +477,14 @@ def _compiler(
         )
 
     return compile_one
+
+
+def _blank_step(spec: ProgramSpec, shape: StepShape) -> Batch:
+    """A batch that computes nothing, of the shape of a program."""
+    batch = spec.inputs.steps[shape._replace(prompt_logprobs=False)]
+    if not shape.prompt_logprobs:
+        return batch
+    return batch._replace(targets=np.full(shape.tokens, -1, np.int32))
 
 
 def _bound_draft_model(

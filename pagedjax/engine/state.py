@@ -26,7 +26,7 @@ from immutables import Map
 from pagedjax.device.batch import OneTransfer, Shapes, StepShape
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import HostCache, host_cache
-from pagedjax.device.side_outputs import NOTHING
+from pagedjax.device.side_outputs import NOTHING, SideOutputs
 from pagedjax.engine import (
     adapters,
     compilations,
@@ -610,8 +610,7 @@ def send(
     )
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
-    programs = runtime.programs if side_outputs is NOTHING else runtime.side_programs[side_outputs]
-    cache, output = programs[shape](runtime.leaves, cache, transfer)
+    cache, output = program_of(runtime, shape, side_outputs)(runtime.leaves, cache, transfer)
     places = lookahead.places_in_span(plans) if len(plans) > 1 else [None]
     steps = [
         SentStep(
@@ -629,6 +628,15 @@ def send(
         for prediction, place in zip(run, places, strict=True)
     ]
     return cache, tuple(steps)
+
+
+def program_of(runtime: Runtime, shape: StepShape, side_outputs: SideOutputs) -> Any:
+    """The program of a step's shape."""
+    if side_outputs is not NOTHING:
+        return runtime.side_programs[side_outputs][shape]
+    if shape.prompt_logprobs:
+        return runtime.prompt_programs[shape]
+    return runtime.programs[shape]
 
 
 def run_drafter(
@@ -686,7 +694,13 @@ def packed_plans(
         if step is not None:
             return step.shape, step.transfer, step
     batch = pack(plan, state.sequences, shapes, blanks, runtime.chain, sources)
-    shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None, len(plans))
+    shape = StepShape(
+        len(batch.tokens),
+        len(batch.last),
+        decodes_alone=batch.cu_q_lens is None,
+        span=len(plans),
+        prompt_logprobs=batch.targets is not None,
+    )
     transfer, step = packed(plan, batch, shape, blanks[shape.samples], sources)
     return shape, transfer, step or past
 

@@ -32,7 +32,7 @@ SIZES = {
     "num_blocks": 64,
 }
 PROMPTS = [list(range(3, 8)), list(range(20, 31)), [7, 9]]
-GREEDY = greedy(6, logprobs=2, prompt_logprobs=1)
+GREEDY = greedy(6, logprobs=2)
 SAMPLED = SamplingParams(
     temperature=0.9, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True, logprobs=2
 )
@@ -119,6 +119,20 @@ def outputs(llm: LLM):
 def expected(one_layer):
     """What an engine gives whose programs were all compiled first."""
     return outputs(small_llm(one_layer, **SIZES))
+
+
+def test_the_program_for_log_probabilities_of_prompts_is_compiled_when_one_is_wanted(one_layer):
+    llm = small_llm(one_layer, **SIZES)
+    engine = llm.engine
+    counts = []
+    for number in range(2):
+        engine.add(str(number), PROMPTS[2], greedy(3, prompt_logprobs=1))
+        results = list(steps(engine))
+        counts.append([result.compilations for result in results])
+        assert results[0].logprobs[0].prompt
+        assert [result.padded_tokens for result in results] == [16, 2, 2]
+    assert sum(counts[1]) == 0
+    assert list(engine.runtime.prompt_programs) == [StepShape(16, 4, prompt_logprobs=True)]
 
 
 @pytest.mark.default_cases("{}")

@@ -13,6 +13,7 @@ from pagedjax.device.batch import (
     Shapes,
     blank_sampling,
     gpu_decode_buckets,
+    prompt_buckets,
     token_buckets,
 )
 from pagedjax.device.row_features import RowFeature, chain
@@ -96,7 +97,7 @@ def test_a_decode_a_chunk_and_a_whole_prompt_in_one_bucket():
     equal(batch.seq_lens, 6, 5, 2)
     equal(batch.cu_q_lens, 0, 1, 4, 6)
     equal(batch.last, 0, 3, 5)
-    equal(batch.targets, *[-1] * 8)
+    assert batch.targets is None, "nobody wants a prompt's log-probabilities"
     assert batch.extras == ()
     chex.assert_type(list(batch[:8]), np.int32)
 
@@ -104,7 +105,7 @@ def test_a_decode_a_chunk_and_a_whole_prompt_in_one_bucket():
 def test_an_empty_plan_is_all_padding():
     batch = packed()
     chex.assert_trees_all_equal(batch[:7], tuple(np.zeros_like(a) for a in batch[:7]))
-    equal(batch.targets, *[-1] * 4)
+    assert batch.targets is None
     equal(batch.cu_q_lens, 0, 0, 0, 0)
     chex.assert_trees_all_equal(batch.sampling, blank_sampling(SHAPES.rows(4)))
 
@@ -332,6 +333,19 @@ def test_prompt_tokens_are_targets_of_the_tokens_before_them():
     equal(after_preemption.targets, 25, 26, *[-1] * 6)
 
 
+def test_steps_with_targets_have_buckets_of_their_own():
+    shapes = SHAPES._replace(prompt_buckets=(16,), decode_buckets=(1, 2, 3))
+    wants = sequence_data([20, 21, 22], 3, SamplingParams(prompt_logprobs=0))
+    batch = packed(("a", wants, 0, 1, (1,)), shapes=shapes)
+    equal(batch.targets, 21, *[-1] * 15)
+    equal(batch.cu_q_lens, 0, 1, 1, 1)
+    last_of_prompt = packed(("a", wants, 2, 1, (1,)), shapes=shapes)
+    assert last_of_prompt.targets is None
+    assert last_of_prompt.cu_q_lens is None, "a step of decodes alone"
+    assert prompt_buckets((1, 2, 4, 8, 16, 32, 60)) == (1, 8, 60)
+    assert prompt_buckets((24,)) == (24,)
+
+
 @given(data=st.data())
 def test_any_plan_lays_every_token_where_its_block_table_says(data):
     shapes = SHAPES._replace(tokens=(1, 2, 4, 8, 16, 60), max_seqs=5)
@@ -347,8 +361,9 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
     batch = packed(*rows, shapes=shapes)
     t = shapes.bucket(sum(count for _, _, _, count, _ in rows))
     b = min(t, 5)
-    chex.assert_shape(list(batch[:9]), [(t,), (t,), (t,), (b, 5), (b,), (b + 1,), (b,), (b,), (t,)])
-    chex.assert_type(list(batch[:9]), np.int32)
+    chex.assert_shape(list(batch[:8]), [(t,), (t,), (t,), (b, 5), (b,), (b + 1,), (b,), (b,)])
+    chex.assert_type(list(batch[:8]), np.int32)
+    assert batch.targets is None
     equal(batch.sampled_row[: len(rows)], *range(len(rows)))
     at = 0
     for row, (_, sequence, start, count, table) in enumerate(rows):
