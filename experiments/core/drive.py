@@ -144,6 +144,9 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
         for item in items[: warmup.requests]
     ]
     sampling = dataclasses.replace(experiment.sampling, min_tokens=0)
+    if sampling.prompt_logprobs is not None:  # whose programs are compiled at their first use
+        for shape in engine.runtime.shapes.prompt_steps:
+            _ = engine.runtime.prompt_programs[shape]
     drive(engine, first, sampling)
 
 

@@ -220,6 +220,12 @@ class Shapes(NamedTuple):
         mixed = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
         return tuple(dict.fromkeys((*alone, *spans, *mixed)))
 
+    @property
+    def prompt_steps(self) -> tuple[StepShape, ...]:
+        """The shapes of all steps with `prompt_logprobs`."""
+        mixed = self.of_prompt_logprobs._replace(span_buckets=()).steps
+        return tuple([shape._replace(prompt_logprobs=True) for shape in mixed])
+
     def span_shape(self, t: int) -> StepShape:
         """The shape of a span of steps of T tokens."""
         return StepShape(t, self.samples(t, False), t in self.decode_buckets, self.span)

@@ -89,13 +89,14 @@ def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expect
 
 
 def test_no_step_compiles_after_start_up(engine):
+    """Only log-probabilities of prompts and side outputs have programs that are compiled later."""
     features = [
         {"temperature": 0.0},
         {"temperature": 1.3, "top_k": 5, "min_p": 0.1},
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         {"logit_bias": {5: 3.0}, "min_tokens": 3},
         {"allowed_token_ids": (5, 6, 7)},
-        {"logprobs": 5, "prompt_logprobs": 2},
+        {"logprobs": 5},
     ]
     before = compilations.compilations()
     pairs = itertools.product(features, PROMPTS[:3])
