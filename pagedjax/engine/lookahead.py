@@ -62,6 +62,7 @@ class SentStep(NamedTuple):
     side_outputs: SideOutputs = NOTHING  # what its output has beside samples
     place: PlaceInSpan | None = None  # None: the program computes this plan alone
     allocated: Sequence[int] = ()  # of a predicted plan, the blocks that it takes
+    steps_left: int | None = None  # that of its `Prediction`
     packed: Any = None  # `repack.Packed` of the last step of decodes alone, up to this one
 
     @property
@@ -78,7 +79,7 @@ class SentStep(NamedTuple):
     def tokens(self) -> np.ndarray:
         """[R] int32: the sampled tokens, those of the plan's rows first. Waits for the device."""
         tokens = np.asarray(self.output.sampled.tokens)
-        return tokens if self.place is None else tokens[self.place.step][list(self.place.rows)]
+        return tokens if self.place is None else of_rows(tokens[self.place.step], self.place.rows)
 
     @property
     def program_rows(self) -> Sequence[int]:
@@ -96,14 +97,23 @@ class SentStep(NamedTuple):
         return self.place is None or self.place.step + 1 == len(self.output.sampled.tokens)
 
 
+def of_rows(tokens: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """The tokens of some rows, which are mostly all of them in their order: a `range` from 0."""
+    return tokens[: len(rows)] if isinstance(rows, range) else tokens[list(rows)]
+
+
 class Prediction(NamedTuple):
-    """A plan that follows if no sequence stops, the scheduler's state with it, and the blocks that
-    the plan takes.
+    """A plan that follows if no sequence stops.
+
+    state: the scheduler's state with the plan.
+    allocated: the blocks that the plan takes.
+    steps_left: that of `decode_spans.DecodeStep`; None: it may be no plan of decodes alone.
     """
 
     state: SchedulerState
     plan: Plan
     allocated: Sequence[int] = ()
+    steps_left: int | None = None
 
 
 Run = tuple[Prediction, ...]  # what one program computes: one plan, or all plans of a span
@@ -116,8 +126,8 @@ class Lookahead(NamedTuple):
     """The predicted steps on the device, and what the next prediction starts from."""
 
     sent: tuple[SentStep, ...] = ()
-    # the state and the plan of the last of them; None: predict again when all of them are used
-    last: tuple[SchedulerState, Plan] | None = None
+    # the last of them; None: predict again when all of them are used
+    last: Prediction | None = None
 
 
 class Foresight(NamedTuple):
@@ -140,7 +150,7 @@ class Foresight(NamedTuple):
 
 def take_predicted(
     ahead: Lookahead, plan: Plan
-) -> tuple[Lookahead, SentStep | None, tuple[int, ...]]:
+) -> tuple[Lookahead, SentStep | None, Sequence[int]]:
     """The predicted step that has computed a plan, if there is one.
 
     Returns:
@@ -159,24 +169,22 @@ def take_predicted(
     return Lookahead(tuple(later), last), step, rows
 
 
-def _without_ended(
-    last: tuple[SchedulerState, Plan], predicted: Plan, rows: Sequence[int]
-) -> tuple[SchedulerState, Plan]:
-    """A predicted state and its plan, where the sequences that were predicted to run, and have
+def _without_ended(last: Prediction, predicted: Plan, rows: Sequence[int]) -> Prediction:
+    """The last prediction, where the sequences that were predicted to run, and have
     ended, run no more. Predicted steps that are sent already have rows for them.
 
     Args:
         predicted: the plan of a predicted step.
         rows: those of its rows that the real plan has.
     """
-    state, plan = last
+    state = last.state
     ended = [predicted.seqs[j] for j in set(range(len(predicted.seqs))).difference(rows)]
     for seq in sorted(ended, key=lambda seq: seq.arrival):
         state, _ = scheduler.cancel(state, seq.request.request_id, "stop")
-    return state, plan
+    return Prediction(state, last.plan)
 
 
-def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
+def matching_rows(plan: Plan, predicted: Plan) -> Sequence[int] | None:
     """The rows of a predicted plan that are the plan's, in its order; None if a row is missing or
     differs.
     """
@@ -184,9 +192,8 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
         return None
     columns = (predicted.starts, predicted.counts, predicted.lengths)
     expected = (plan.starts, plan.counts, plan.lengths)
-    pairs = zip(predicted.seqs, plan.seqs, strict=False)
-    if columns == expected and all([a is b or _same_row(a, b) for a, b in pairs]):
-        return tuple(range(len(plan.seqs)))  # as in most steps
+    if columns == expected and _same_rows(plan.seqs, predicted.seqs):
+        return range(len(plan.seqs))  # as in most steps
     # by arrival and id: when a branch is cancelled before its fork, the next one gets its arrival
     row_of = {(seq.arrival, seq.request.request_id): j for j, seq in enumerate(predicted.seqs)}
     rows = [row_of.get((seq.arrival, seq.request.request_id), -1) for seq in plan.seqs]
@@ -199,15 +206,21 @@ def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     if columns != expected:
         return None
     same_blocks = [seq.blocks for seq in seqs] == [seq.blocks for seq in plan.seqs]
-    return tuple(rows) if same_blocks else None
+    return rows if same_blocks else None
 
 
-def _same_row(seq: Seq, other: Seq) -> bool:
-    """Whether two records are of the same sequence with the same blocks. Most tables are equal
-    because they are one tuple.
+def _same_rows(seqs: tuple[Seq, ...], others: tuple[Seq, ...]) -> bool:
+    """Whether records are of the same sequences with the same blocks. Most of them are the same
+    record, or have the same table.
     """
-    return (
-        seq.request is other.request and seq.arrival == other.arrival and seq.blocks == other.blocks
+    differing = [(seq, other) for seq, other in zip(seqs, others, strict=True) if seq is not other]
+    return all(
+        [
+            seq.request is other.request
+            and seq.arrival == other.arrival
+            and (seq.blocks is other.blocks or seq.blocks == other.blocks)
+            for seq, other in differing
+        ]
     )
 
 
@@ -240,35 +253,47 @@ def extend(
         return cache, ahead  # the last predictions start from the state after them
     if _programs(sent) == foresight.depth:
         return cache, ahead
-    last = last or (state, plan)
+    last = last or Prediction(state, plan, steps_left=_steps_left(state, plan, current))
     unknown_arrivals = unknown_after(state, plan)
     for step in sent:
         if step.begins_program:  # the rows of a span are those of its first step
             unknown_arrivals.update(sampling(step.plan))
     while _programs(sent) < foresight.depth:
-        last_state, last_plan = last
-        if foresight.decided(last_plan):
+        if foresight.decided(last.plan):
             break
         real = state.pool if sent else None
         allocated = frozenset([block for step in sent for block in step.allocated])
         predicted = predict(
-            last_state,
-            last_plan,
+            last,
             foresight.policy,
             foresight.sequences,
             unknown_arrivals,
             real=real,
             allocated=allocated,
         )
-        if predicted is None or not _are_unfinished(predicted.plan, foresight.sequences):
+        if predicted is None:
             break
         run = _run_from(predicted, foresight, state.pool, allocated)
         previous = sent[-1] if sent else current
         cache, steps = send(cache, run, previous, unknown_arrivals)
         sent = (*sent, *steps)
-        unknown_arrivals.update(sampling(predicted.plan))
-        last = run[-1].state, run[-1].plan
+        last = run[-1]
+        if _programs(sent) < foresight.depth:
+            unknown_arrivals.update(sampling(predicted.plan))
     return cache, Lookahead(sent, last if sent else None)
+
+
+def _steps_left(state: SchedulerState, plan: Plan, current: SentStep) -> int | None:
+    """The `steps_left` of a real plan: that of the prediction if all its rows still run.
+
+    Args:
+        state: after `schedule` returned the plan.
+        current: the sent step that has the plan among its rows.
+    """
+    count = len(plan.seqs)
+    if len(current.plan.seqs) == count == len(state.running.seqs):
+        return current.steps_left
+    return None
 
 
 def _programs(sent: Sequence[SentStep]) -> int:
@@ -309,12 +334,10 @@ def _run_from(
     run = [first]
     run_blocks = set(allocated).union(first.allocated)
     while len(run) < span:
-        state, plan, _ = run[-1]
-        if foresight.decided(plan):
+        if foresight.decided(run[-1].plan):
             return (first,)
         step = predict(
-            state,
-            plan,
+            run[-1],
             foresight.policy,
             foresight.sequences,
             arrivals,
@@ -383,8 +406,7 @@ def _with_given_back(last: Seq, plans: Sequence[Plan]) -> Seq:
 
 
 def predict(
-    state: SchedulerState,
-    plan: Plan,
+    before: Prediction,
     policy: Policy,
     sequences: Mapping[str, SequenceData],
     unknown_arrivals: Set[int],
@@ -392,20 +414,21 @@ def predict(
     real: BlockPool | None,
     allocated: Set[int] = NO_BLOCKS,
 ) -> Prediction | None:
-    """The state and plan after this one if no sequence stops; None if a prediction would do harm or
-    be useless.
+    """What follows a prediction, or a real plan, if no sequence stops; None if a prediction would do
+    harm or be useless.
 
     Args:
-        state: after `schedule` returned `plan`.
+        before: of a real plan, the scheduler's state after `schedule` returned it.
         unknown_arrivals: arrivals of the sequences whose newest token is not known on the host.
         real: the blocks of the state from which a step would come in the place of a wrong
             prediction; None: the plan is real.
         allocated: blocks that the predicted plans before this one take.
     """
+    state, plan, _, steps_left = before
     oldest = state.in_flight[0] if state.in_flight else plan
     if state.waiting and _may_stop(oldest, sequences):
         return None  # a waiting request takes the place of a sequence that stops: another plan
-    decodes = decode_spans.next_decodes(state, plan)
+    decodes = decode_spans.next_decodes(state, plan, steps_left)
     if decodes is not None:
         if _is_harmless(decodes.allocated, real or state.pool, allocated):
             return Prediction(*decodes)
@@ -434,6 +457,8 @@ def predict(
         if not unknown_rows <= set(sampling(plan)):
             # an unknown token must come from the step just before; here an earlier step sampled it
             return None
+    if not _are_unfinished(next_plan, sequences):
+        return None
     return Prediction(predicted, next_plan, blocks)
 
 

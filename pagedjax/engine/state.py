@@ -46,7 +46,7 @@ from pagedjax.engine.repack import Packed, pack_next, packed
 from pagedjax.engine.requests import EngineRequest, Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.taps import StepTaps, TapsBegin
-from pagedjax.host import late, scheduler
+from pagedjax.host import decode_spans, late, scheduler
 from pagedjax.host.drafts import Sample
 from pagedjax.host.event_log import (
     Cancel,
@@ -315,8 +315,23 @@ def schedule(
             token_masks.matchers_in(state.readers),
         )
     now = _time_for(runtime.policy, state, started, now)
-    after, plan = scheduler.schedule(state.scheduler, runtime.policy, offered, now)
+    planned = None if offered else predicted_plan(state)
+    if planned is None:
+        planned = scheduler.schedule(state.scheduler, runtime.policy, offered, now)
+    after, plan = planned
     return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
+
+
+def predicted_plan(state: EngineState) -> tuple[SchedulerState, Plan] | None:
+    """What `schedule` gives if the next step is the predicted one, of decodes alone; None if it may
+    be another one.
+    """
+    if not state.ahead.sent:
+        return None
+    predicted = state.ahead.sent[0]
+    if predicted.steps_left is None:
+        return None
+    return decode_spans.schedule_predicted(state.scheduler, predicted.plan, predicted.allocated)
 
 
 def _time_for(
@@ -393,7 +408,7 @@ def finish(
     if plan.drafts:
         sampled = drafting.verified(plan, state.sequences, tokens)
     else:
-        sampled = tokens[list(current.rows)].tolist()
+        sampled = lookahead.of_rows(tokens, current.rows).tolist()
     state, events, outputs = commit(runtime, state, current, sampled)
 
     finished = time.perf_counter()
@@ -547,7 +562,7 @@ def compute(runtime: Runtime, state: EngineState, plan: Plan) -> EngineState:
             cache, steps = send(runtime, state, cache, run)
         sent = steps[0]
         rows = range(len(plan.seqs))
-        ahead = Lookahead(steps[1:], run[-1][:2] if steps[1:] else None)
+        ahead = Lookahead(steps[1:], run[-1] if steps[1:] else None)
     if foresight.depth:
         cache, ahead = lookahead.extend(
             ahead, sent, state.scheduler, plan, foresight, cache, partial(send, runtime, state)
@@ -623,6 +638,7 @@ def send(
             side_outputs=side_outputs,
             place=place,
             allocated=prediction.allocated,
+            steps_left=prediction.steps_left,
             packed=memory,
         )
         for prediction, place in zip(run, places, strict=True)

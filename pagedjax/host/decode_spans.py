@@ -9,15 +9,15 @@ same as after as many calls of `schedule` and `commit`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import ge
+from itertools import compress, groupby
+from operator import is_not, sub
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pagedjax.host import blocks, scheduler
+from pagedjax.host import blocks, prefix_sharing, scheduler
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import EMPTY_PLAN, NO_HASHES, Plan, Running
+from pagedjax.host.types import EMPTY_PLAN, NO_HASHES, Plan, Running, Seq
 
 NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
@@ -82,8 +82,7 @@ def may_span(state: SchedulerState, plan: Plan, steps: int) -> bool:
     steps_left = [seq.limit - length for seq, length in zip(seqs, plan.lengths, strict=True)]
     if max(steps_left) < steps or (state.waiting and min(steps_left) < steps):
         return False  # nothing is left to compute, or a waiting request enters
-    num_empty = state.pool.num_free - len(state.pool.idle)
-    return _blocks_for(state, steps) <= num_empty
+    return _blocks_for(state, steps) <= _num_empty(state.pool)
 
 
 class DecodeStep(NamedTuple):
@@ -91,61 +90,144 @@ class DecodeStep(NamedTuple):
 
     state: the scheduler's state with the plan.
     allocated: the blocks that the plan takes.
+    steps_left: how many such plans follow this one before a sequence may reach its limit.
     """
 
     state: SchedulerState
     plan: Plan
     allocated: tuple[int, ...]
+    steps_left: int
 
 
-def next_decodes(state: SchedulerState, plan: Plan) -> DecodeStep | None:
+def next_decodes(
+    state: SchedulerState, plan: Plan, steps_left: int | None = None
+) -> DecodeStep | None:
     """The plan after a plan of decodes, if no sequence stops: what `commit` and `schedule` give, in
     a part of their time. None where the next plan may be of another kind, or would evict blocks.
 
     Args:
         state: after `schedule` returned the plan.
+        steps_left: that of the plan if it is a `DecodeStep`, whose rows need not be looked at again.
     """
-    config = state.config
-    seqs, lengths, computed = state.running
-    if plan.seqs != seqs or plan.drafts or plan.counts.count(1) < len(seqs):
+    if not _only_decodes(state):
         return None
-    if state.forked or state.news is not None or state.in_flight:
+    if steps_left is None:
+        steps_left = _steps_left(state.running, plan)
+    if steps_left < 1:
         return None
-    if config.views or not config.mixed_steps or config.reservation != "none":
-        return None
-    if state.waiting and len(seqs) < config.max_running:
-        return None
-    new_lengths = tuple([length + 1 for length in lengths])
-    new_computed = tuple([count + 1 for count in computed])
-    if new_computed != lengths or any(map(ge, new_lengths, [seq.limit for seq in seqs])):
-        return None
-    if not all([seq.group is None for seq in seqs]):
-        return None
-    size = config.block_size
-    hashed = [len(seq.hashes) * size for seq in seqs]
-    if any(map(ge, hashed, new_computed)):
+    seqs, lengths, _ = state.running
+    new_computed = lengths  # each row has computed all its tokens but the new one
+    size = state.config.block_size
+    at_boundary = prefix_sharing.rows_at_boundary(new_computed, size)
+    if any([len(seqs[i].hashes) * size >= new_computed[i] for i in at_boundary]):
         return None  # `commit` publishes a block of a prompt
+    new_lengths = tuple([length + 1 for length in lengths])
     advanced = state._replace(running=Running(seqs, new_lengths, new_computed), step=plan.step + 1)
     rows, _ = scheduler.rows_without_room(advanced)
-    if len(rows) > state.pool.num_free - len(state.pool.idle):
+    if len(rows) > _num_empty(state.pool):
         return None
     after = advanced
     if rows:
         after, _ = scheduler.give_blocks(advanced, rows, ())
         after = after._replace(pool=blocks.keep_empty(after.pool, config.empty_blocks))
-    next_plan = EMPTY_PLAN._replace(
-        step=after.step,
-        seqs=after.running.seqs,
-        lengths=new_lengths,
-        starts=new_computed,
+    next_plan = _decode_plan(after, plan)
+    allocated = tuple([after.running.seqs[i].blocks[-1] for i in rows])
+    return DecodeStep(after, next_plan, allocated, steps_left - 1)
+
+
+def schedule_predicted(
+    state: SchedulerState, plan: Plan, allocated: Sequence[int]
+) -> tuple[SchedulerState, Plan] | None:
+    """What `schedule` gives, if it is the predicted plan of decodes, with the predicted columns and
+    block tables themselves; None if it may be another plan. So the two plans are compared fast, and
+    most of `schedule` is left out.
+
+    Args:
+        state: before `schedule`, with the policy and the configuration of the prediction.
+        plan, allocated: those of a `DecodeStep`.
+    """
+    seqs, lengths, computed = state.running
+    if not _only_decodes(state) or state.step != plan.step or state.config.late_stops:
+        return None
+    if lengths != plan.lengths or computed != plan.starts:
+        return None
+    if len(allocated) > _num_empty(state.pool):
+        return None
+    allocation = blocks.allocate(state.pool, len(allocated))
+    if allocation is None or allocation[1] != allocated:
+        return None
+    records = list(seqs)
+    num_grown = 0
+    for i in compress(range(len(seqs)), map(is_not, seqs, plan.seqs)):
+        request, arrival, limit, _, _, table, hashes, group, junction = seqs[i]
+        expected = plan.seqs[i]
+        if request is not expected.request or arrival != expected.arrival:
+            return None
+        new_table = expected.blocks
+        if table is new_table:
+            continue
+        if table != new_table[:-1]:
+            return None
+        num_grown += 1
+        records[i] = Seq(
+            request, arrival, limit, lengths[i], computed[i], new_table, hashes, group, junction
+        )
+    if num_grown != len(allocated):
+        return None
+    active = Running(tuple(records), plan.lengths, plan.starts)
+    pool = blocks.keep_empty(allocation[0], state.config.empty_blocks)
+    state = state._replace(pool=pool, running=active)
+    return state, _decode_plan(state, plan)
+
+
+def _only_decodes(state: SchedulerState) -> bool:
+    """Whether the next steps are decodes alone while the running sequences decode and have blocks:
+    nothing enters, forks or is copied, and no policy decides anything.
+    """
+    config = state.config
+    if state.forked or state.news is not None or state.in_flight:
+        return False
+    if config.views or not config.mixed_steps or config.reservation != "none":
+        return False
+    return not state.waiting or len(state.running.seqs) >= config.max_running
+
+
+def _steps_left(active: Running, plan: Plan) -> int:
+    """How many plans of decodes may follow a plan before a sequence reaches its limit; 0 if the plan
+    is no plan of decodes of all running sequences, which wait for no other one.
+    """
+    seqs, lengths, computed = active
+    if plan.seqs != seqs or plan.drafts or plan.counts.count(1) < len(seqs):
+        return 0
+    if not seqs or list(map(sub, lengths, computed)).count(1) < len(seqs):
+        return 0
+    if list(map(scheduler.GROUP, seqs)).count(None) < len(seqs):
+        return 0
+    return min(map(sub, map(scheduler.LIMIT, seqs), lengths)) - 1
+
+
+def _decode_plan(state: SchedulerState, plan: Plan) -> Plan:
+    """The plan of a state in which all running sequences decode and have blocks. Its counts and its
+    time are those of another such plan.
+    """
+    seqs, lengths, computed = state.running
+    pool = state.pool
+    return EMPTY_PLAN._replace(
+        step=state.step,
+        seqs=seqs,
+        lengths=lengths,
+        starts=computed,
         counts=plan.counts,
         num_waiting=len(state.waiting),
-        blocks_used=after.pool.num_blocks - after.pool.num_free,
-        num_blocks=after.pool.num_blocks,
+        blocks_used=pool.num_blocks - pool.num_free,
+        num_blocks=pool.num_blocks,
         now=plan.now,
     )
-    allocated = tuple([after.running.seqs[i].blocks[-1] for i in rows])
-    return DecodeStep(after, next_plan, allocated)
+
+
+def _num_empty(pool: BlockPool) -> int:
+    """Blocks that can be taken without evicting content."""
+    return pool.num_free - len(pool.idle)
 
 
 def _blocks_for(state: SchedulerState, steps: int) -> int:

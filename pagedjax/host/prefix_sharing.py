@@ -5,6 +5,7 @@ step filled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
 
 from pagedjax.host import blocks, checkpoints, views
@@ -112,6 +113,14 @@ def cached_tokens(pool: BlockPool, seq: Seq, config: SchedulerConfig) -> int:
     return size * len(blocks.find(pool, seq.hashes[: (seq.length - 1) // size]))
 
 
+@lru_cache(maxsize=32)
+def rows_at_boundary(computed: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The rows whose computed tokens fill all their blocks. Every transition of a step asks for
+    them, and so does the prediction before, so the last answers are kept.
+    """
+    return tuple([i for i, count in enumerate(computed) if count % size == 0])
+
+
 def rows_that_fill(starts: Sequence[int], counts: Sequence[int], size: int) -> list[int]:
     """The rows of a step whose tokens fill a block: `counts` tokens from `starts` on."""
     if counts.count(1) == len(counts):  # as in most steps, in less than half of the time
@@ -143,7 +152,7 @@ def publish(
     size = config.block_size
     groups = config.groups
     if counts.count(1) == len(counts):
-        rows = [i for i, end in enumerate(ends) if not end % size]  # those that filled a block
+        rows = rows_at_boundary(tuple(ends), size)  # those that filled a block
     else:
         rows = [i for i, end in enumerate(ends) if end % size < counts[i]]
     if not rows:

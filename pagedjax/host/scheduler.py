@@ -375,7 +375,7 @@ def rows_without_room(state: SchedulerState) -> tuple[list[int], list[tuple[int,
     active = state.running
     size = state.config.block_size
     groups = state.config.groups
-    at_boundary = [i for i, computed in enumerate(active.computed) if computed % size == 0]
+    at_boundary = prefix_sharing.rows_at_boundary(active.computed, size)
     past_last_block = [
         i for i in at_boundary if active.computed[i] * groups == len(active.seqs[i].blocks) * size
     ]

@@ -384,8 +384,8 @@ def test_rows_match_if_their_work_and_their_blocks_do():
         seqs=seqs, lengths=(5, 6, 7, 8), starts=(4, 5, 6, 7), counts=(1,) * 4
     )
     part = plan._replace(seqs=seqs[1::2], lengths=(6, 8), starts=(5, 7), counts=(1, 1))
-    assert lookahead.matching_rows(plan, plan) == (0, 1, 2, 3)
-    assert lookahead.matching_rows(part, plan) == (1, 3)
+    assert lookahead.matching_rows(plan, plan) == range(4)
+    assert lookahead.matching_rows(part, plan) == [1, 3]
     assert lookahead.matching_rows(plan, part) is None, "a row is missing"
     other_branch = seqs[3]._replace(request=Request("another", 3, 9))
     other_block = seqs[3]._replace(blocks=(3, 13))

@@ -155,12 +155,76 @@ def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, polic
         state, _, _ = one_step(state, policy, shares)
 
 
+@settings(max_examples=100)
+@given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
+def test_a_predicted_plan_is_scheduled_as_any_plan(data, config, policy, shares):
+    """Predictions of up to five steps meet real states, in which sequences publish blocks, end,
+    arrive and are cancelled. A prediction that is used is the plan that `schedule` gives.
+    """
+    shares = shares and config.reservation == "none"
+    state = scheduler.init(config)
+    predicted: list[decode_spans.DecodeStep] = []
+    for _ in range(40):
+        state = with_arrivals(data, state, shares)
+        if state.running.seqs and data.draw(st.integers(0, 9)) == 0:
+            cancelled = data.draw(st.sampled_from(state.running.seqs))
+            state, _ = scheduler.cancel(state, cancelled.request_id)
+        planned, plan = scheduler.schedule(state, policy)
+        if not plan.seqs:
+            break
+        for step in predicted:
+            fast = decode_spans.schedule_predicted(state, step.plan, step.allocated)
+            if fast is None:
+                continue
+            assert fast == (planned, plan)
+            assert fast[0].pool.hashes == planned.pool.hashes
+            assert fast[1].lengths is step.plan.lengths
+        if not predicted or data.draw(st.booleans()):
+            predicted = chain(planned, plan, 5)
+        ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+        hashes = filled_hashes(plan.seqs, plan.starts, ends, config.block_size) if shares else {}
+        state, _ = scheduler.commit(planned, plan, [WORD] * len(plan.seqs), hashes)
+
+
+def chain(state: SchedulerState, plan: Plan, steps: int) -> list[decode_spans.DecodeStep]:
+    """The plans of decodes that follow a plan. What is known of one is used for the next."""
+    following: list[decode_spans.DecodeStep] = []
+    steps_left = None
+    while len(following) < steps:
+        step = decode_spans.next_decodes(state, plan, steps_left)
+        assert steps_left is None or step == decode_spans.next_decodes(state, plan)
+        if step is None:
+            break
+        following.append(step)
+        state, plan, _, steps_left = step
+    return following
+
+
+def test_the_real_steps_are_the_predicted_ones_until_a_sequence_ends():
+    """Blocks are published in between, so the records are others, and the block tables are not."""
+    requests = [request(name, 4, 12, hashes=(name,)) for name in ("a", "b")]
+    state, plan = scheduler.schedule(decoding(*requests, block_size=4), FCFS)
+    steps = chain(state, plan, 20)
+    assert [step.steps_left for step in steps] == [*reversed(range(10))]
+    for step in steps:
+        ends = [start + 1 for start in plan.starts]
+        hashes = filled_hashes(plan.seqs, plan.starts, ends, 4)
+        state, _ = scheduler.commit(state, plan, [WORD] * 2, hashes)
+        planned = decode_spans.schedule_predicted(state, step.plan, step.allocated)
+        assert planned is not None
+        state, plan = planned
+        tables = [seq.blocks for seq in plan.seqs]
+        predicted_tables = [seq.blocks for seq in step.plan.seqs]
+        assert all(a is b for a, b in zip(tables, predicted_tables, strict=True))
+    assert [len(seq.hashes) for seq in plan.seqs] == [3, 3]
+
+
 def test_a_plan_of_decodes_follows_another_one_until_a_sequence_ends():
     state = decoding(request("a", 3, 9), request("b", 5, 30))
     state, plan = scheduler.schedule(state, FCFS)
     count = 0
     while (following := decode_spans.next_decodes(state, plan)) is not None:
-        state, plan, _ = following
+        state, plan, *_ = following
         count += 1
     assert count == 9 - 2  # the first token is known, and `plan` gives the second
 
