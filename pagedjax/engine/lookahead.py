@@ -376,6 +376,11 @@ def merged_plans(plans: Sequence[Plan]) -> tuple[Plan, list[int]]:
     steps of the span read.
     """
     first = plans[0]
+    last = plans[-1]
+    if len(last.seqs) == len(first.seqs):  # no row ends within the span, as in most spans
+        rows = zip(first.seqs, last.seqs, strict=True)
+        seqs = [seq if seq is grown else _with_given_back(grown, plans) for seq, grown in rows]
+        return first._replace(seqs=tuple(seqs)), [len(plans)] * len(seqs)
     last_seqs: dict[int, Seq] = {}
     steps: dict[int, int] = {}
     for step in range(len(plans) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""A step of decodes alone, packed from an earlier one that had its rows.
+"""A step of decodes alone, or a span of them, packed from an earlier one that had its rows.
 
 Most steps have the rows of the step before, each one token further on. Their options and nearly all
 of their block tables are the same. So the words that were sent (`joined` of device/batch.py) are
@@ -12,7 +12,6 @@ sends other arrays than `Feed` (device/extras.py).
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from operator import is_not
@@ -30,7 +29,7 @@ from pagedjax.device.batch import (
     joined,
     places,
 )
-from pagedjax.device.extras import Feed
+from pagedjax.device.extras import Feed, Span
 from pagedjax.engine.lookahead import SentStep, fed_rows
 from pagedjax.engine.pack import Sources
 from pagedjax.engine.requests import SequenceData
@@ -38,14 +37,17 @@ from pagedjax.host.types import Plan, Seq, pick
 
 
 class Packed(NamedTuple):
-    """A step of decodes alone that was packed.
+    """A step of decodes alone that was packed, or a span of them.
 
+    plan: of a span, what `lookahead.merged_plans` returned.
+    last: the plan of the last step of its program.
     arrivals: of its rows.
     places: where each array is in the words of the transfer, by the name of its field.
     blank: what `blanks` of `pack` had for this step. Its arrays are part of the transfer.
     """
 
     plan: Plan
+    last: Plan
     arrivals: tuple[int, ...]
     shape: StepShape
     transfer: OneTransfer
@@ -54,22 +56,30 @@ class Packed(NamedTuple):
 
 
 def packed(
-    plan: Plan, batch: Batch, shape: StepShape, blank: SamplingBatch, sources: Sources
+    plan: Plan,
+    batch: Batch,
+    shape: StepShape,
+    blank: SamplingBatch,
+    sources: Sources,
+    last: Plan | None = None,
 ) -> tuple[OneTransfer, Packed | None]:
     """What `pack` made of a plan, for its program; and for `pack_next`, if a later step can be packed
     from it.
+
+    Args:
+        last: of a span, the plan of its last step.
     """
     transfer = joined(batch)
-    others = [extra for extra in batch.extras if not isinstance(extra, Feed)]
+    others = [extra for extra in batch.extras if not isinstance(extra, Feed | Span)]
     if not plan.seqs or _positions(plan) is None or sources.masks or others:
         return transfer, None
     core, sampling, extras = places(transfer)
     names = [*Batch._fields[:CORE], *SamplingBatch._fields[: len(sampling)]]
     slices = dict(zip(names, (*core, *sampling), strict=True))
-    if extras:
-        (slices["feed"],) = extras[0]
+    for extra, words in zip(batch.extras, extras, strict=True):
+        (slices["feed" if isinstance(extra, Feed) else "steps"],) = words
     arrivals = tuple([seq.arrival for seq in plan.seqs])
-    return transfer, Packed(plan, arrivals, shape, transfer, slices, blank)
+    return transfer, Packed(plan, last or plan, arrivals, shape, transfer, slices, blank)
 
 
 def pack_next(
@@ -79,6 +89,7 @@ def pack_next(
     shapes: Shapes,
     blanks: Mapping[int, SamplingBatch],
     sources: Sources,
+    last: Plan | None = None,
 ) -> Packed | None:
     """A step packed from an earlier one of the same engine; None if `pack` must make it.
 
@@ -87,6 +98,7 @@ def pack_next(
 
     Args:
         sequences, shapes, blanks, sources: see `pack`.
+        last: of a span, the plan of its last step.
     """
     if not _fits(before, plan, shapes, blanks, sources):
         return None
@@ -113,6 +125,8 @@ def pack_next(
     arrays["positions"][:count] = starts
     arrays["seq_lens"][:count] = starts + 1
     arrays["position"][:count] = starts + 1 - arrays["prompt_len"][:count]
+    if sources.span is not None:
+        arrays["steps"][:count] = sources.span
     all_fed = False
     if sources.looks_ahead:
         arrays["feed"][:] = -1
@@ -121,13 +135,14 @@ def pack_next(
         if previous is not None:
             _write_feed(arrays["feed"], before, plan, rows, arrivals, previous, sources)
             fed_tokens = previous.output.fed
-        extras = [Feed(None, fed_tokens)]
+        feed = Feed(None, fed_tokens)
+        extras = [feed if isinstance(extra, Feed) else extra for extra in extras]
         all_fed = (arrays["feed"][:count] >= 0).all()
     if not all_fed:
         arrays["tokens"][:count] = _newest_tokens(plan, sequences)
     transfer = before.transfer
     transfer = OneTransfer(words, (features, extras), transfer.tree, transfer.layout)
-    return before._replace(plan=plan, arrivals=arrivals, transfer=transfer)
+    return before._replace(plan=plan, last=last or plan, arrivals=arrivals, transfer=transfer)
 
 
 def _fits(
@@ -138,9 +153,10 @@ def _fits(
     sources: Sources,
 ) -> bool:
     """Whether a plan runs in the program of the step before, with its options."""
-    tokens, samples, decodes_alone, *_ = before.shape
+    tokens, samples, decodes_alone, span, _ = before.shape
     return (
         bool(plan.seqs)
+        and span == (1 if sources.span is None else shapes.span)
         and not sources.masks
         and shapes.decode_bucket(len(plan.seqs)) == tokens
         and (tokens in shapes.decode_buckets) == decodes_alone
@@ -207,16 +223,24 @@ def _write_tables(tables: np.ndarray, past_seqs: tuple[Seq, ...], seqs: tuple[Se
     Args:
         tables: [B, M] those of `past_seqs`, in the first rows.
     """
-    table_bytes = tables.data.cast("B")
-    row_bytes = tables.strides[0]
+    rows: list[int] = []
+    entries: list[int] = []
+    new_blocks: list[int] = []
     for i in _others(past_seqs, seqs):
         table = seqs[i].blocks
-        if table is past_seqs[i].blocks:
+        past = past_seqs[i].blocks
+        if table is past:
             continue
-        ids = array("i", table).tobytes()
-        start = i * row_bytes
-        table_bytes[start : start + len(ids)] = ids
-        tables[i, len(table) : len(past_seqs[i].blocks)] = 0
+        count = len(past)
+        if len(table) == count + 1 and table[:count] == past:  # as most tables that changed
+            rows.append(i)
+            entries.append(count)
+            new_blocks.append(table[count])
+        else:
+            tables[i, : len(table)] = table
+            tables[i, len(table) : count] = 0
+    if rows:
+        tables[rows, entries] = new_blocks
 
 
 def _write_feed(
@@ -235,7 +259,8 @@ def _write_feed(
         arrivals: of the plan's rows.
     """
     unknown = sources.unknown_arrivals
-    if previous.plan is before.plan and all(map(unknown.__contains__, arrivals)):
+    has_all_rows = len(before.last.seqs) == len(before.plan.seqs)
+    if previous.plan is before.last and has_all_rows and unknown.issuperset(arrivals):
         feed[: len(rows)] = rows
     else:
         feed[:] = fed_rows(plan, previous, unknown, len(feed))

@@ -466,7 +466,17 @@ def commit(
     before = state.scheduler.running
     if len(state.scheduler.in_flight) > 1:  # the running sequences have this plan's lengths already
         before = Running(plan.seqs, plan.lengths, plan.starts)
-    after, events = scheduler.commit(state.scheduler, current.plan, sampled, hashes, read.choices)
+    committed = None
+    following = state.ahead.sent[0] if state.ahead.sent else None
+    if following is not None and following.steps_left is not None and not read.choices:
+        committed = decode_spans.commit_predicted(
+            state.scheduler, current.plan, sampled, hashes, following.plan
+        )
+    if committed is None:
+        committed = scheduler.commit(
+            state.scheduler, current.plan, sampled, hashes, read.choices
+        )
+    after, events = committed
 
     tap_parts = read.outputs.get("taps")
     log: list[LogEntry] = [StepTaps(tap_parts)] if tap_parts else []
@@ -705,8 +715,8 @@ def packed_plans(
     )
     shapes = present_shapes(runtime)
     blanks = runtime.blanks
-    if past is not None and steps is None:
-        step = pack_next(past, plan, state.sequences, shapes, blanks, sources)
+    if past is not None:
+        step = pack_next(past, plan, state.sequences, shapes, blanks, sources, plans[-1])
         if step is not None:
             return step.shape, step.transfer, step
     batch = pack(plan, state.sequences, shapes, blanks, runtime.chain, sources)
@@ -717,7 +727,7 @@ def packed_plans(
         span=len(plans),
         prompt_logprobs=batch.targets is not None,
     )
-    transfer, step = packed(plan, batch, shape, blanks[shape.samples], sources)
+    transfer, step = packed(plan, batch, shape, blanks[shape.samples], sources, plans[-1])
     return shape, transfer, step or past
 
 

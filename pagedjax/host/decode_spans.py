@@ -17,7 +17,15 @@ from typing import NamedTuple
 from pagedjax.host import blocks, prefix_sharing, scheduler
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import EMPTY_PLAN, NO_HASHES, Plan, Running, Seq
+from pagedjax.host.types import (
+    EMPTY_PLAN,
+    NO_HASHES,
+    Event,
+    Plan,
+    Running,
+    Sampled,
+    Seq,
+)
 
 NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
@@ -129,7 +137,8 @@ def next_decodes(
     after = advanced
     if rows:
         after, _ = scheduler.give_blocks(advanced, rows, ())
-        after = after._replace(pool=blocks.keep_empty(after.pool, config.empty_blocks))
+        pool = blocks.keep_empty(after.pool, state.config.empty_blocks)
+        after = after._replace(pool=pool)
     next_plan = _decode_plan(after, plan)
     allocated = tuple([after.running.seqs[i].blocks[-1] for i in rows])
     return DecodeStep(after, next_plan, allocated, steps_left - 1)
@@ -159,18 +168,21 @@ def schedule_predicted(
     records = list(seqs)
     num_grown = 0
     for i in compress(range(len(seqs)), map(is_not, seqs, plan.seqs)):
-        request, arrival, limit, _, _, table, hashes, group, junction = seqs[i]
+        request, arrival, limit, length, count, table, hashes, group, junction = seqs[i]
         expected = plan.seqs[i]
         if request is not expected.request or arrival != expected.arrival:
             return None
         new_table = expected.blocks
         if table is new_table:
             continue
-        if table != new_table[:-1]:
+        if len(new_table) == len(table) + 1:
+            num_grown += 1
+            length = lengths[i]
+            count = computed[i]
+        if table != new_table[: len(table)] or len(new_table) > len(table) + 1:
             return None
-        num_grown += 1
         records[i] = Seq(
-            request, arrival, limit, lengths[i], computed[i], new_table, hashes, group, junction
+            request, arrival, limit, length, count, new_table, hashes, group, junction
         )
     if num_grown != len(allocated):
         return None
@@ -178,6 +190,35 @@ def schedule_predicted(
     pool = blocks.keep_empty(allocation[0], state.config.empty_blocks)
     state = state._replace(pool=pool, running=active)
     return state, _decode_plan(state, plan)
+
+
+def commit_predicted(
+    state: SchedulerState,
+    plan: Plan,
+    sampled: Sequence[int],
+    hashes: Mapping[str, tuple[str, ...]],
+    following: Plan,
+) -> tuple[SchedulerState, tuple[Event, ...]] | None:
+    """What `commit` gives, if a plan was predicted to follow this one and no sequence stops. The
+    columns after the step are those of the predicted plan, and no row needs to be looked at.
+
+    Args:
+        state, plan, sampled, hashes: those of `commit`.
+        following: a plan of `next_decodes`.
+    """
+    seqs = state.running.seqs
+    if following.starts is not plan.lengths or state.step != plan.step or state.in_flight:
+        return None  # it does not follow this plan
+    if plan.seqs != seqs or len(sampled) != len(seqs) or not state.stops.isdisjoint(sampled):
+        return None
+    ids = tuple([seq.request.request_id for seq in seqs])
+    pool, seqs = prefix_sharing.publish(
+        state.pool, seqs, plan.counts, plan.lengths, hashes, state.config
+    )
+    active = Running(seqs, following.lengths, following.starts)
+    state = state._replace(pool=pool, running=active, step=plan.step + 1)
+    events = scheduler.events_of_plan(plan)
+    return state, (*events, Sampled(plan.step, ids, tuple(sampled)))
 
 
 def _only_decodes(state: SchedulerState) -> bool:

@@ -263,7 +263,7 @@ def schedule(
     if idle.seqs:
         active = active.concat(idle)
     if state.news is not None:
-        state = state._replace(news=tuple(_events_of_plan(plan)))
+        state = state._replace(news=tuple(events_of_plan(plan)))
     if config.late_stops:
         state = state._replace(in_flight=(*state.in_flight, plan))
     pool = blocks.keep_empty(pool, config.empty_blocks)
@@ -663,7 +663,7 @@ def commit(
         ids=unfinished_ids,
         in_flight=(),
     )
-    events = _events_of_plan(plan)
+    events = events_of_plan(plan)
     num_planned = len(events)
     if forks:
         events += branches.fork_events(plan.step, forks)
@@ -715,7 +715,7 @@ def _commit_late(
         leaving=(),
     )
     ends = [*_sampled(plan.step, rows), *_finished(plan.step, rows, ended)]
-    return with_news(next_state, ends), (*_events_of_plan(plan), *ends)
+    return with_news(next_state, ends), (*events_of_plan(plan), *ends)
 
 
 class Rows(NamedTuple):
@@ -891,7 +891,7 @@ def advance_rows(active: Running, rows: Rows, forks: tuple[Seq, ...]) -> Running
     )
 
 
-def _events_of_plan(plan: Plan) -> list[Event]:
+def events_of_plan(plan: Plan) -> list[Event]:
     """Who was rejected, who stopped running and who began, as `schedule` decided."""
     events: list[Event] = [
         Finished(plan.step, request_id, "rejected", 0) for request_id in plan.rejected

@@ -1,8 +1,10 @@
-"""A step that is packed from an earlier one has the arrays that `pack` makes."""
+"""A step or a span that is packed from an earlier one has the arrays that `pack` makes."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +14,13 @@ import pytest
 from hypothesis import strategies as st
 
 from pagedjax.device.batch import Shapes, StepShape, blank_sampling, joined
-from pagedjax.engine.lookahead import SentStep, sampling
+from pagedjax.engine.lookahead import SentStep, merged_plans, places_in_span, sampling
 from pagedjax.engine.pack import Sources, pack
 from pagedjax.engine.repack import Packed, pack_next, packed
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host import scheduler
-from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.decode_spans import DecodeStep, next_decodes
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Plan, Request
 from pagedjax.options.params import SamplingParams
 from tests import drawn
@@ -46,17 +49,36 @@ def data_of(number: int, draw: random.Random) -> SequenceData:
     return SequenceData(params, 2**32 - 1 - number, 1 + number % 9, tokens)
 
 
-def sent(plan: Plan) -> SentStep:
+def sent(plans: Sequence[Plan]) -> SentStep:
+    """The last step of a program."""
     output: Any = SimpleNamespace(fed=FED)
-    return SentStep(plan, output, 0.0)
+    place = places_in_span(plans)[-1] if len(plans) > 1 else None
+    return SentStep(plans[-1], output, 0.0, place=place)
+
+
+def following(state: SchedulerState, plan: Plan, steps: int) -> list[DecodeStep]:
+    """Steps of decodes behind a plan; none if there are fewer than `steps` of them."""
+    found: list[DecodeStep] = []
+    while len(found) < steps:
+        step = next_decodes(state, plan)
+        if step is None:
+            return []
+        found.append(step)
+        state, plan, *_ = step
+    return found
 
 
 def check_next(
-    past: Packed, plan: Plan, data: dict[str, SequenceData], shapes: Shapes, sources: Sources
+    past: Packed,
+    plan: Plan,
+    last: Plan,
+    data: dict[str, SequenceData],
+    shapes: Shapes,
+    sources: Sources,
 ) -> Packed | None:
     """`pack_next`, compared with `pack`; what was sent stays as it is."""
     before = past.transfer.words.copy()
-    step = pack_next(past, plan, data, shapes, BLANKS, sources)
+    step = pack_next(past, plan, data, shapes, BLANKS, sources, last)
     np.testing.assert_array_equal(past.transfer.words, before)
     if step is None:
         return None
@@ -72,15 +94,18 @@ def check_next(
     return step
 
 
-def run(seed: int, *, looks_ahead: bool, programs_for_decodes: bool) -> int:
-    """Random requests until all have ended -> how many steps were packed from others."""
+def run(seed: int, *, looks_ahead: bool, programs_for_decodes: bool) -> Counter[int]:
+    """Random requests until all have ended, some of their steps in spans of 3 -> how many programs
+    were packed from others, by their steps.
+    """
     draw = random.Random(seed)
-    shapes = SHAPES._replace(decode_buckets=(4, 8)) if programs_for_decodes else SHAPES
+    shapes = SHAPES._replace(span=3, decode_buckets=(4, 8) if programs_for_decodes else ())
     state = scheduler.init(LIMITS)
     data: dict[str, SequenceData] = {}
     previous: SentStep | None = None
     past: Packed | None = None
-    count = 0
+    counts: Counter[int] = Counter()
+    spans = draw.random() < 0.5
     for number in range(60):
         if number < 40 and draw.random() < 0.3:
             name = f"r{number}"
@@ -98,26 +123,39 @@ def run(seed: int, *, looks_ahead: bool, programs_for_decodes: bool) -> int:
                 if draw.random() < 0.3:
                     unknown = [arrival for arrival in unknown if draw.random() < 0.5]
                 sources = sources._replace(previous=previous, unknown_arrivals=frozenset(unknown))
-            step = None if past is None else check_next(past, plan, data, shapes, sources)
-            count += step is not None
+            decodes = following(state, plan, shapes.span - 1) if spans else []
+            plans = [plan, *[step.plan for step in decodes]]
+            whole = plan
+            if decodes:
+                whole, steps = merged_plans(plans)
+                sources = sources._replace(span=steps)
+                state, plan, *_ = decodes[-1]
+            step = None if past is None else check_next(past, whole, plan, data, shapes, sources)
+            counts[len(plans)] += step is not None
             if step is None:
-                batch = pack(plan, data, shapes, BLANKS, sources=sources)
-                shape = StepShape(len(batch.tokens), len(batch.last), batch.cu_q_lens is None)
-                _, step = packed(plan, batch, shape, BLANKS[shape.samples], sources)
+                batch = pack(whole, data, shapes, BLANKS, sources=sources)
+                tokens = len(batch.tokens)
+                shape = StepShape(tokens, len(batch.last), batch.cu_q_lens is None, len(plans))
+                _, step = packed(whole, batch, shape, BLANKS[shape.samples], sources, plan)
             past = step or past
-            previous = sent(plan)
+            previous = sent(plans)
         state, _ = scheduler.commit(state, plan, [draw.randrange(30) for _ in plan.seqs])
-    return count
+    return counts
 
 
 @pytest.mark.parametrize("programs_for_decodes", [False, True])
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @drawn.examples(4, 300)
 def test_random_steps_are_packed_as_whole_ones(looks_ahead, programs_for_decodes, number):
-    counts = []
+    counts: Counter[int] = Counter()
+    seeds = []
 
     def holds(seed: int) -> None:
-        counts.append(run(seed, looks_ahead=looks_ahead, programs_for_decodes=programs_for_decodes))
+        seeds.append(seed)
+        counts.update(
+            run(seed, looks_ahead=looks_ahead, programs_for_decodes=programs_for_decodes)
+        )
 
     drawn.check(number, holds, seed=st.integers(0, 2**32 - 1))
-    assert sum(counts) > 3 * len(counts), "few steps were packed from others"
+    assert counts[1] > 2 * len(seeds), "few steps were packed from others"
+    assert counts[3] > len(seeds) / 4, "few spans were packed from others"

@@ -15,6 +15,7 @@ from tests.host.scheduler_steps import WITHOUT_MEMORY, start
 from tests.refusals import refused
 
 WORD = 7
+STOP = 3
 Hashes = dict[str, tuple[str, ...]]
 
 configs = st.builds(
@@ -75,7 +76,11 @@ def one_step(
 
 
 def submitted(
-    state: SchedulerState, name: str, drawn: tuple[int, int, int, int], shares: bool
+    state: SchedulerState,
+    name: str,
+    drawn: tuple[int, int, int, int],
+    shares: bool,
+    stops: frozenset[int] = frozenset(),
 ) -> SchedulerState:
     prompt, output, letter, forks = drawn
     name = f"{'abc'[letter]}{name}"
@@ -85,16 +90,19 @@ def submitted(
         tuple(f"{name}.{i}" for i in range(forks)) if state.config.reservation == "none" else ()
     )
     try:
-        return scheduler.submit(state, Request(name, prompt, output, forks=branches, hashes=hashes))
+        request = Request(name, prompt, output, 0, stops, forks=branches, hashes=hashes)
+        return scheduler.submit(state, request)
     except Rejected:
         return state
 
 
-def with_arrivals(data: st.DataObject, state: SchedulerState, shares: bool) -> SchedulerState:
+def with_arrivals(
+    data: st.DataObject, state: SchedulerState, shares: bool, stops: frozenset[int] = frozenset()
+) -> SchedulerState:
     """The state after some requests came, or none; after the first call some have come."""
     arrives = data.draw(st.integers(0, 5)) == 0 or not state.arrivals
     for drawn in data.draw(drawn_requests) if arrives else ():
-        state = submitted(state, str(state.arrivals), drawn, shares)
+        state = submitted(state, str(state.arrivals), drawn, shares, stops)
     return state
 
 
@@ -159,13 +167,14 @@ def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, polic
 @given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
 def test_a_predicted_plan_is_scheduled_as_any_plan(data, config, policy, shares):
     """Predictions of up to five steps meet real states, in which sequences publish blocks, end,
-    arrive and are cancelled. A prediction that is used is the plan that `schedule` gives.
+    stop, arrive and are cancelled. A prediction that is used is the plan that `schedule` gives, and
+    its columns are those that `commit` gives.
     """
     shares = shares and config.reservation == "none"
     state = scheduler.init(config)
     predicted: list[decode_spans.DecodeStep] = []
     for _ in range(40):
-        state = with_arrivals(data, state, shares)
+        state = with_arrivals(data, state, shares, frozenset({STOP}))
         if state.running.seqs and data.draw(st.integers(0, 9)) == 0:
             cancelled = data.draw(st.sampled_from(state.running.seqs))
             state, _ = scheduler.cancel(state, cancelled.request_id)
@@ -179,11 +188,23 @@ def test_a_predicted_plan_is_scheduled_as_any_plan(data, config, policy, shares)
             assert fast == (planned, plan)
             assert fast[0].pool.hashes == planned.pool.hashes
             assert fast[1].lengths is step.plan.lengths
+            planned, plan = fast
         if not predicted or data.draw(st.booleans()):
             predicted = chain(planned, plan, 5)
+        if data.draw(st.integers(0, 9)) == 0:
+            cancelled = data.draw(st.sampled_from(plan.seqs))
+            planned, _ = scheduler.cancel(planned, cancelled.request_id)
         ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
         hashes = filled_hashes(plan.seqs, plan.starts, ends, config.block_size) if shares else {}
-        state, _ = scheduler.commit(planned, plan, [WORD] * len(plan.seqs), hashes)
+        tokens = [STOP if data.draw(st.integers(0, 30)) == 0 else WORD for _ in plan.seqs]
+        state, events = scheduler.commit(planned, plan, tokens, hashes)
+        for step in predicted:
+            fast = decode_spans.commit_predicted(planned, plan, tokens, hashes, step.plan)
+            if fast is not None:
+                assert fast == (state, events)
+                assert fast[0].pool.hashes == state.pool.hashes
+                assert fast[0].running.lengths is step.plan.lengths
+                state = fast[0]
 
 
 def chain(state: SchedulerState, plan: Plan, steps: int) -> list[decode_spans.DecodeStep]:
@@ -209,7 +230,9 @@ def test_the_real_steps_are_the_predicted_ones_until_a_sequence_ends():
     for step in steps:
         ends = [start + 1 for start in plan.starts]
         hashes = filled_hashes(plan.seqs, plan.starts, ends, 4)
-        state, _ = scheduler.commit(state, plan, [WORD] * 2, hashes)
+        committed = decode_spans.commit_predicted(state, plan, [WORD] * 2, hashes, step.plan)
+        assert committed is not None
+        state, _ = committed
         planned = decode_spans.schedule_predicted(state, step.plan, step.allocated)
         assert planned is not None
         state, plan = planned
