@@ -4,6 +4,7 @@ wait for one turn of an engine (`Turns`).
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # `getsignal` and `signal` without their conversions to enums, which take 30 us in each step. A
 # handler may then be an integer.
-_handler_of: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+_plain_signal: Any = importlib.import_module("_signal")
+_handler_of: Callable[[int], Any] = _plain_signal.getsignal
+_set_handler: Callable[[int, Any], Any] = _plain_signal.signal
 SIGINT = int(signal.SIGINT)
 
 
@@ -54,7 +56,7 @@ def ignored() -> Iterator[None]:
     """Ctrl-C does nothing in the block."""
     handler = _replaceable_handler()
     if handler is not None:
-        _set_handler(SIGINT, signal.SIG_IGN)
+        _set_handler(SIGINT, int(signal.SIG_IGN))
     try:
         yield
     finally:

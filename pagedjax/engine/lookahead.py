@@ -149,9 +149,12 @@ class Foresight(NamedTuple):
 
 
 def take_predicted(
-    ahead: Lookahead, plan: Plan
+    ahead: Lookahead, plan: Plan, *, is_predicted: bool = False
 ) -> tuple[Lookahead, SentStep | None, Sequence[int]]:
     """The predicted step that has computed a plan, if there is one.
+
+    Args:
+        is_predicted: the plan is known to be that of the next predicted step.
 
     Returns:
         (what is left ahead, the step, the rows of the step that are the plan's, in the plan's
@@ -160,7 +163,7 @@ def take_predicted(
     if not ahead.sent:
         return Lookahead(), None, ()
     step, *later = ahead.sent
-    rows = matching_rows(plan, step.plan)
+    rows = range(len(plan.seqs)) if is_predicted else matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
     last = ahead.last if later else None

@@ -453,9 +453,11 @@ def apply_events(
         before: the running sequences before the commit that gave `events`.
         spare: see `appended`.
     """
+    if len(events) == 1 and isinstance(events[0], Sampled):  # no row had drafts
+        event = events[0]
+        if len(event.request_ids) == len(before.seqs):  # each got a token, as in most steps
+            return _with_samples(sequences, event, before.lengths, spare)
     names = tuple([seq.request.request_id for seq in before.seqs])
-    if len(events) == 1 and isinstance(events[0], Sampled) and events[0].request_ids == names:
-        return _with_samples(sequences, events[0], before.lengths, spare)  # as in most steps
     lengths: dict[str, int] = {}
     if any(isinstance(event, TOKEN_EVENTS) for event in events):
         lengths = dict(zip(names, before.lengths, strict=True))

@@ -277,6 +277,7 @@ class ScheduledStep(NamedTuple):
     offered: how many drafts there are, by sequence id.
     started: seconds of time.perf_counter.
     compiled: how many programs this process had compiled by then; a policy may compile some.
+    is_predicted: whether the plan is known to be that of the next predicted step.
     """
 
     scheduler: SchedulerState
@@ -285,6 +286,7 @@ class ScheduledStep(NamedTuple):
     offered: Mapping[str, int]
     started: float
     compiled: int
+    is_predicted: bool = False
 
 
 def schedule(
@@ -315,11 +317,11 @@ def schedule(
             token_masks.matchers_in(state.readers),
         )
     now = _time_for(runtime.policy, state, started, now)
-    planned = None if offered else predicted_plan(state)
-    if planned is None:
-        planned = scheduler.schedule(state.scheduler, runtime.policy, offered, now)
-    after, plan = planned
-    return ScheduledStep(after, plan, drafts or 0, offered, started, compiled)
+    predicted = None if offered else predicted_plan(state)
+    after, plan = predicted or scheduler.schedule(state.scheduler, runtime.policy, offered, now)
+    return ScheduledStep(
+        after, plan, drafts or 0, offered, started, compiled, is_predicted=predicted is not None
+    )
 
 
 def predicted_plan(state: EngineState) -> tuple[SchedulerState, Plan] | None:
@@ -369,7 +371,8 @@ def step(
         scheduled = scheduled or schedule(runtime, state, now=now)
         beginning = Beginning(scheduled.started, scheduled.compiled)
         entry = Schedule(scheduled.plan, scheduled.offered, scheduled.started)
-        state = compute(runtime, with_schedule(state, scheduled.scheduler, entry), scheduled.plan)
+        state = with_schedule(state, scheduled.scheduler, entry)
+        state = compute(runtime, state, scheduled.plan, is_predicted=scheduled.is_predicted)
     assert state.in_flight is not None, "a plan was just sent"
     current = state.in_flight
     if runtime.config.late_stops:
@@ -473,9 +476,7 @@ def commit(
             state.scheduler, current.plan, sampled, hashes, following.plan
         )
     if committed is None:
-        committed = scheduler.commit(
-            state.scheduler, current.plan, sampled, hashes, read.choices
-        )
+        committed = scheduler.commit(state.scheduler, current.plan, sampled, hashes, read.choices)
     after, events = committed
 
     tap_parts = read.outputs.get("taps")
@@ -542,12 +543,15 @@ def compute_next(runtime: Runtime, state: EngineState, now: float | None = None)
     return compute(runtime, with_schedule(state, after, Schedule(plan, started=started)), plan)
 
 
-def compute(runtime: Runtime, state: EngineState, plan: Plan) -> EngineState:
+def compute(
+    runtime: Runtime, state: EngineState, plan: Plan, *, is_predicted: bool = False
+) -> EngineState:
     """Take the predicted step that has computed the plan, or send the plan to the device; then send
     predicted steps behind it. The plan is in flight now.
 
     Args:
         state: after the plan was made. If another plan is in flight, its tokens are unknown.
+        is_predicted: see `ScheduledStep`.
     """
     foresight = Foresight(
         policy=runtime.policy,
@@ -558,7 +562,7 @@ def compute(runtime: Runtime, state: EngineState, plan: Plan) -> EngineState:
         spans=partial(has_span, runtime, state),
     )
     cache = runtime.new_cache() if state.cache is None else state.cache
-    ahead, sent, rows = lookahead.take_predicted(state.ahead, plan)
+    ahead, sent, rows = lookahead.take_predicted(state.ahead, plan, is_predicted=is_predicted)
     if sent is None:
         run = lookahead.first_run(plan, state.scheduler, foresight)
         before = state.in_flight

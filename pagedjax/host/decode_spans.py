@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import compress, groupby
-from operator import is_not, sub
+from operator import attrgetter, is_not, sub
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from pagedjax.host.types import (
     Seq,
 )
 
+BLOCKS = attrgetter("blocks")
 NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -165,25 +166,23 @@ def schedule_predicted(
     allocation = blocks.allocate(state.pool, len(allocated))
     if allocation is None or allocation[1] != allocated:
         return None
+    # a row with the predicted table itself is of the same sequence: no table has two owners here
+    other_tables = map(is_not, map(BLOCKS, seqs), map(BLOCKS, plan.seqs))
     records = list(seqs)
     num_grown = 0
-    for i in compress(range(len(seqs)), map(is_not, seqs, plan.seqs)):
+    for i in compress(range(len(seqs)), other_tables):
         request, arrival, limit, length, count, table, hashes, group, junction = seqs[i]
         expected = plan.seqs[i]
         if request is not expected.request or arrival != expected.arrival:
             return None
         new_table = expected.blocks
-        if table is new_table:
-            continue
         if len(new_table) == len(table) + 1:
             num_grown += 1
             length = lengths[i]
             count = computed[i]
         if table != new_table[: len(table)] or len(new_table) > len(table) + 1:
             return None
-        records[i] = Seq(
-            request, arrival, limit, length, count, new_table, hashes, group, junction
-        )
+        records[i] = Seq(request, arrival, limit, length, count, new_table, hashes, group, junction)
     if num_grown != len(allocated):
         return None
     active = Running(tuple(records), plan.lengths, plan.starts)

@@ -152,9 +152,7 @@ def test_random_steps_are_packed_as_whole_ones(looks_ahead, programs_for_decodes
 
     def holds(seed: int) -> None:
         seeds.append(seed)
-        counts.update(
-            run(seed, looks_ahead=looks_ahead, programs_for_decodes=programs_for_decodes)
-        )
+        counts.update(run(seed, looks_ahead=looks_ahead, programs_for_decodes=programs_for_decodes))
 
     drawn.check(number, holds, seed=st.integers(0, 2**32 - 1))
     assert counts[1] > 2 * len(seeds), "few steps were packed from others"
