@@ -50,7 +50,7 @@ from pagedjax.device.step import StepOutput
 from pagedjax.engine import lookahead as engine_lookahead
 from pagedjax.engine import state as engine_state
 from pagedjax.engine.garbage import collect_rarely
-from pagedjax.host import scheduler
+from pagedjax.host import decode_spans, scheduler
 
 PROMPT = (100, 1024)  # tokens
 OUTPUT = (600, 1024)
@@ -71,7 +71,9 @@ SHAPE = {
 # What is timed, by the name of the part: a module, and its function
 PARTS: dict[str, tuple[ModuleType, str]] = {
     "schedule": (scheduler, "schedule"),
+    "schedule as predicted": (decode_spans, "schedule_predicted"),
     "commit of the scheduler": (scheduler, "commit"),
+    "commit as predicted": (decode_spans, "commit_predicted"),
     "commit of the engine": (engine_state, "commit"),
     "arrays of a batch": (engine_state, "packed_plans"),
     "matching a prediction": (engine_lookahead, "take_predicted"),

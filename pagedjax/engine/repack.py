@@ -260,7 +260,8 @@ def _write_feed(
     """
     unknown = sources.unknown_arrivals
     has_all_rows = len(before.last.seqs) == len(before.plan.seqs)
-    if previous.plan is before.last and has_all_rows and unknown.issuperset(arrivals):
+    is_next = previous.plan is before.last and has_all_rows
+    if is_next and all(map(unknown.__contains__, arrivals)):
         feed[: len(rows)] = rows
     else:
         feed[:] = fed_rows(plan, previous, unknown, len(feed))

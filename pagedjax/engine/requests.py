@@ -40,7 +40,8 @@ from pagedjax.options.params import BeamSearchParams, PoolingParams, SamplingPar
 from pagedjax.text.structured.matcher import Grammar
 
 
-@dataclass(eq=False)
+# slots, because each step writes a token of each row, and most of that time is that of the memory
+@dataclass(eq=False, slots=True)
 class SequenceData:
     """One sequence (a branch of a request) as the engine knows it: its tokens and how it samples.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import compress, groupby
 from operator import attrgetter, is_not, sub
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedjax.host import blocks, prefix_sharing, scheduler
 from pagedjax.host.blocks import BlockPool
@@ -194,7 +194,7 @@ def schedule_predicted(
 def commit_predicted(
     state: SchedulerState,
     plan: Plan,
-    sampled: Sequence[int],
+    sampled: Sequence[Any],
     hashes: Mapping[str, tuple[str, ...]],
     following: Plan,
 ) -> tuple[SchedulerState, tuple[Event, ...]] | None:
@@ -202,7 +202,7 @@ def commit_predicted(
     columns after the step are those of the predicted plan, and no row needs to be looked at.
 
     Args:
-        state, plan, sampled, hashes: those of `commit`.
+        state, plan, sampled, hashes: those of `commit`. Each sample is one token.
         following: a plan of `next_decodes`.
     """
     seqs = state.running.seqs
