@@ -31,19 +31,25 @@ SHAPES = Shapes(
 GREEDY = SamplingParams(temperature=0)
 
 
+class KnownData(SequenceData):
+    """With the number of its known tokens. A plan says it, and `plan` reads it here."""
+
+    known = 0
+
+
 def sequence_data(
     tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, *, seed: int = 0, **options
-) -> SequenceData:
+) -> KnownData:
     """A request whose known tokens are `tokens`, with room for 20."""
     room = np.full(20, 77, np.int32)  # what lies behind the known tokens must never be used
     room[: len(tokens)] = tokens
-    data = SequenceData(params, seed, prompt_len, room, **options)
-    data.known = len(tokens)  # type: ignore[attr-defined]  # the plan says it, and `plan` reads it here
+    data = KnownData(params, seed, prompt_len, room, **options)
+    data.known = len(tokens)
     return data
 
 
 def plan(
-    *rows: tuple[str, SequenceData, int, int, tuple[int, ...]],
+    *rows: tuple[str, KnownData, int, int, tuple[int, ...]],
 ) -> tuple[Plan, dict[str, SequenceData]]:
     """Rows of (id, sequence data, start, count, blocks)."""
     names, data, starts, counts, tables = zip(*rows, strict=True) if rows else [()] * 5
