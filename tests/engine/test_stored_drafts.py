@@ -46,7 +46,7 @@ def files(tmp_path_factory) -> Files:
 
 @pytest.fixture(scope="module")
 def stored_target(files) -> LoadedModel:
-    return load_model(files.gguf, weight_dtype="stored")
+    return load_model(files.gguf, weight_dtype="stored", linear_impl="xla")
 
 
 def loaded(
@@ -66,8 +66,8 @@ def nbytes(params: Any) -> int:
 
 
 def test_beside_a_stored_model_the_numbers_of_a_file_stay_as_they_are(files, stored_target):
-    draft = loaded(stored_target, files.gguf)
-    widened = loaded(stored_target, files.gguf, weight_dtype="float32")
+    draft = loaded(stored_target, files.gguf, "xla")
+    widened = loaded(stored_target, files.gguf, "xla", weight_dtype="float32")
     assert isinstance(draft.layers.stored, tuple)
     assert widened.layers.stored is None
     formats = dict(draft.layers.stored)
@@ -86,18 +86,22 @@ def test_beside_a_stored_model_the_numbers_of_a_file_stay_as_they_are(files, sto
 
 
 def test_the_option_decides_and_else_the_model_and_the_file(files, tiny):
-    stored = load_model(files.rounded, weight_dtype="stored")
-    assert loaded(tiny, files.rounded).layers.stored is None
-    assert loaded(stored, files.floats).layers.stored is None
-    assert isinstance(loaded(stored, files.rounded).layers.stored, tuple)
-    assert isinstance(loaded(tiny, files.rounded, weight_dtype="stored").layers.stored, tuple)
-    assert loaded(tiny, files.floats, weight_dtype="int8").layers.stored == "int8"
+    stored = load_model(files.rounded, weight_dtype="stored", linear_impl="xla")
+
+    def stored_as(target: LoadedModel, model: Path, **options: Any) -> Any:
+        return loaded(target, model, "xla", **options).layers.stored
+
+    assert stored_as(tiny, files.rounded) is None
+    assert stored_as(stored, files.floats) is None
+    assert isinstance(stored_as(stored, files.rounded), tuple)
+    assert isinstance(stored_as(tiny, files.rounded, weight_dtype="stored"), tuple)
+    assert stored_as(tiny, files.floats, weight_dtype="int8") == "int8"
 
 
-def test_products_are_those_of_the_engine_where_they_are_of_use(files):
-    stored = load_model(files.rounded, weight_dtype="stored")
-    assert loaded(stored, files.rounded, "xla").layers.linear == "xla"
-    assert loaded(stored, files.rounded, "cpu_int8").layers.linear == "cpu_int8"
+def test_products_are_those_of_the_engine_where_they_are_of_use(files, stored_target):
+    assert loaded(stored_target, files.gguf, "xla").layers.linear == "xla"
+    assert loaded(stored_target, files.gguf, "cpu_int8").layers.linear == "cpu_int8"
+    stored = load_model(files.rounded, weight_dtype="stored", linear_impl="xla")
     assert loaded(stored, files.floats, "cpu_int8").layers.linear == "cpu"  # the default
 
 

@@ -221,6 +221,7 @@ LAYOUTS = {
     "fp8 by block, powers": fp8_by_block(64, 32, powers=True),
 }
 SIZES: dict[str, Any] = {
+    "layers": 1,
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 32,

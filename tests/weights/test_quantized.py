@@ -90,6 +90,9 @@ def logprobs_of_prompts(llm: LLM) -> np.ndarray:
 # --- numbers --------------------------------------------------------------------------------------
 
 
+# A model that is loaded for the CPU kernels begins to compile them, four seconds for each format.
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_are_those_that_the_layout_means(name, folders):
     """As floats, and as they are stored: each is a float64 number that was rounded once."""
@@ -100,10 +103,10 @@ def test_weights_are_those_that_the_layout_means(name, folders):
     for tensor_name, values in expected.items():
         chex.assert_trees_all_equal(tensors[tensor_name].read(), values)
     floats = named(load_model(plain, linear_impl="xla").model.params)
-    model = load_model(stored, weight_dtype="stored").model
+    model = load_model(stored, weight_dtype="stored", linear_impl="xla").model
     formats = formats_of(model)
     assert formats["blocks.0.attn.out.weight"] == FORMATS[name]
-    assert len(formats) == 8
+    assert len(formats) == 4
     params = {key: np.asarray(x) for key, x in named(model.params).items()}
     for key, x in floats.items():
         values = restored(model.config.stored, params, key) if key in formats else params[key]
@@ -119,15 +122,37 @@ def test_convert_writes_the_floats_that_a_layout_means(folders, tmp_path):
 
 # --- models ---------------------------------------------------------------------------------------
 
-QUICK = ("gptq, act-order", "cpu")  # test_gguf_blocks.py has one with inputs in their order
-IMPLS = [
-    pytest.param(name, impl, marks=() if (name, impl) == QUICK else pytest.mark.slow)
-    for name in LAYOUTS
-    for impl in ("cpu", "xla")
-]
+# Inputs are put in an order before any kernel. test_gguf_blocks.py has the CPU kernel, which takes
+# seconds to compile for each format.
+QUICK = ("gptq, act-order", "xla")
+# one layout of each format; XLA has each kind of numbers
+SLOW = {
+    "cpu": (
+        "awq",
+        "gptq, 4 bits",
+        "gptq, act-order",
+        "gptq, 8 bits",
+        "packed, asymmetric",
+        "packed, act-order",
+        "int8 by channel",
+        "fp8 by block",
+        "fp8 by block, powers",
+    ),
+    "xla": ("awq", "packed, 8 bits", "fp8 by tensor"),
+}
 
 
-@pytest.mark.parametrize(("name", "impl"), IMPLS)
+def models() -> list[Any]:
+    """Each layout with each implementation."""
+    cases = []
+    for name in LAYOUTS:
+        for impl in ("cpu", "xla"):
+            run = pytest.mark.slow if name in SLOW[impl] else pytest.mark.exhaustive
+            cases.append(pytest.param(name, impl, marks=() if (name, impl) == QUICK else run))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "impl"), models())
 def test_tokens_are_those_of_the_weights_in_floats(name, impl, folders):
     """With the CPU kernel their log-probabilities have the same bits, if inputs stay in their
     order.
@@ -174,7 +199,7 @@ def test_experts_in_mxfp4_are_read_and_stay_as_they_are(mxfp4_folders):
     expected = load_file(plain / "model.safetensors")
     tensors = open_checkpoint(stored).tensors
     chex.assert_trees_all_equal({name: tensor.read() for name, tensor in tensors.items()}, expected)
-    formats = formats_of(load_model(stored, weight_dtype="stored").model)
+    formats = formats_of(load_model(stored, weight_dtype="stored", linear_impl="xla").model)
     assert formats == {f"blocks.{i}.mlp.{part}": "mxfp4" for i in (0, 1) for part in ("up", "down")}
 
 
@@ -256,7 +281,7 @@ def test_adapters_are_beside_inputs_in_another_order(folders, tmp_path):
 def test_new_values_are_taken_as_they_are_stored(folders):
     """And floats are refused where inputs have an order of their own."""
     stored, plain = folders["gptq, act-order"]
-    llm = LLM(stored, weight_dtype="stored", **SMALL)
+    llm = LLM(stored, weight_dtype="stored", linear_impl="xla", **SMALL)
     before = values_of(llm)
     counted = compilations.counts()
     params = dict(named(whole(llm.engine.model)))
@@ -392,7 +417,7 @@ def test_tensors_that_do_not_fit_are_named(name, folders, tmp_path):
     kind, change, message = DAMAGED[name]
     folder = changed(tmp_path / "damaged", folders[kind][0], change)
     with refused(O_PROJ + message):
-        load_model(folder, weight_dtype="stored")
+        load_model(folder, weight_dtype="stored", linear_impl="xla")
 
 
 def test_values_that_mean_nothing_are_named(folders, tmp_path):
@@ -412,7 +437,7 @@ def test_zero_points_that_are_not_symmetric_are_named(tmp_path):
     stored, _ = write_quantized(tmp_path, gptq(4, 64, sym=False))
     set_quantization(stored, gptq(4, 64, sym=True).config)
     with refused("sym is true and .*qzeros has other zero points than 8; set sym to false in"):
-        load_model(stored, weight_dtype="stored")
+        load_model(stored, weight_dtype="stored", linear_impl="xla")
 
 
 def test_tensors_with_different_orders_are_kept_as_floats(folders, tmp_path, caplog):
@@ -423,7 +448,7 @@ def test_tensors_with_different_orders_are_kept_as_floats(folders, tmp_path, cap
     in_turn = (np.arange(128) // 32).astype(np.int32)
     folder = changed(tmp_path / "orders", stored, {})
     save_file(tensors | {name: in_turn}, folder / "model.safetensors")
-    model = load_model(folder, weight_dtype="stored").model
+    model = load_model(folder, weight_dtype="stored", linear_impl="xla").model
     assert "blocks.0.attn.qkv.weight" not in formats_of(model)
     assert (
         "blocks.0.attn.qkv.weight is kept as floats: the tensors that it is made of" in caplog.text
