@@ -15,6 +15,7 @@ from pagedjax.device import attention
 from pagedjax.device.attention import IMPLS
 from pagedjax.device.draft_model import of_decoder
 from pagedjax.engine.resolve import resolve
+from pagedjax.host.replay import verify
 from pagedjax.options.config import EngineConfig, Speculative
 from tests.engine.runs import answers, greedy, logprobs_of, small_llm
 from tests.refusals import refused
@@ -36,8 +37,8 @@ GPT_OSS = {
     "eos_token_id": 2,
 }
 PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (60, 5, 33)]
-GREEDY = greedy(12, logprobs=0)
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 60, "block_size": 4}
+GREEDY = greedy(24, logprobs=0)
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 22, "block_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +46,35 @@ def model(tmp_path_factory):
     return load_model(write_family(tmp_path_factory.mktemp("oss") / "model", GPT_OSS))
 
 
-@pytest.mark.default_cases("preemption")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_blocks": 24},
-        {"attention_impl": "xla"},
-        {"speculative": {"method": "ngram", "num_tokens": 3}},
-    ],
-    ids=["preemption", "xla", "drafts"],
-)
-def test_answers_are_the_same_however_they_are_computed(model, options):
-    expected = answers(small_llm(model, **SMALL), PROMPTS, GREEDY)
-    results = answers(small_llm(model, **SMALL | options), PROMPTS, GREEDY)
+@pytest.fixture(scope="module")
+def alone(model):
+    """The answers to requests of which each has all blocks."""
+    llm = small_llm(model, **SMALL, enable_prefix_caching=False)
+    return [answers(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
+
+
+def assert_same(results, expected):
     for result, answer in zip(results, expected, strict=True):
         assert result.token_ids == answer.token_ids
         chex.assert_trees_all_close(logprobs_of(result), logprobs_of(answer), atol=1e-4)
+
+
+def test_answers_are_the_same_behind_a_preemption(model, alone, tmp_path):
+    llm = small_llm(model, **SMALL)
+    llm.engine.record(tmp_path / "run.jsonl")
+    assert_same(answers(llm, PROMPTS, GREEDY), alone)
+    llm.engine.record(None)
+    assert verify(tmp_path / "run.jsonl").preemptions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"attention_impl": "xla"}, {"speculative": {"method": "ngram", "num_tokens": 3}}],
+    ids=["xla", "drafts"],
+)
+def test_answers_are_the_same_however_they_are_computed(model, alone, options):
+    assert_same(answers(small_llm(model, **SMALL | options), PROMPTS, GREEDY), alone)
 
 
 def test_what_takes_no_sinks_is_refused_with_what_does(model):
@@ -97,8 +111,9 @@ def without_windows(tmp_path):
 @pytest.mark.slow
 def test_a_kv_policy_that_keeps_more_than_the_prompt_has_changes_nothing(without_windows):
     policy = {"name": "streaming", "sinks": 4, "window": 120}
-    expected = answers(small_llm(without_windows, **SMALL), PROMPTS[:1], GREEDY)
-    results = answers(small_llm(without_windows, **SMALL, kv_policy=policy), PROMPTS[:1], GREEDY)
+    options = SMALL | {"num_blocks": 60}
+    expected = answers(small_llm(without_windows, **options), PROMPTS[:1], GREEDY)
+    results = answers(small_llm(without_windows, **options, kv_policy=policy), PROMPTS[:1], GREEDY)
     assert results[0].token_ids == expected[0].token_ids
 
 
