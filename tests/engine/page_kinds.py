@@ -220,15 +220,9 @@ KINDS = {
     "heads": PageKind(
         with_heads,
         REFERENCE,
-        slow=(
-            *SLOW_RUN,
-            "blocks of a token",
-            "plain XLA",
-            "all blocks kept",
-            "a baseline",
-            "three devices, heads of zeros",
-        ),
-        exhaustive=("drafts", "no lookahead"),  # other kinds have them
+        slow=(*SLOW_RUN, "all blocks kept", "a baseline", "three devices, heads of zeros"),
+        # other kinds have them
+        exhaustive=("blocks of a token", "drafts", "no lookahead", "plain XLA"),
         refused={
             "a KV policy": (
                 {"kv_policy": {"name": "streaming", "sinks": 4, "window": 60}},
@@ -248,14 +242,15 @@ KINDS = {
     "latents": PageKind(
         with_latents,
         REFERENCE,
-        slow=(
-            *SLOW_RUN,
-            "drafts",
-            "plain XLA",
-            "kernels of a TPU on two devices",
+        slow=("swapped", "recomputed", "drafts", "plain XLA", "kernels of a TPU on two devices"),
+        exhaustive=(
+            "a baseline",
+            "a draft model",
+            "blocks of a token",
+            "kernels of a TPU",
+            "no lookahead",
             "three devices, heads of zeros",
         ),
-        exhaustive=("kernels of a TPU", "blocks of a token", "no lookahead", "a baseline"),
         refused={
             "equal bits": (
                 {"batch_invariant": True},
@@ -280,16 +275,8 @@ KINDS = {
     "mixers": PageKind(
         with_mixers,
         PLAIN,
-        slow=(
-            *SLOW_RUN,
-            "drafts",
-            "blocks of a token",
-            "all blocks kept",
-            "no lookahead",
-            "two devices",
-            "a draft head",
-        ),
-        exhaustive=(),
+        slow=(*SLOW_RUN, "blocks of a token", "two devices", "a draft head"),
+        exhaustive=("all blocks kept", "drafts", "no lookahead"),
         refused={
             "a baseline": ({"mixed_steps": False}, "a baseline keeps every block in one table"),
             "a KV policy": (

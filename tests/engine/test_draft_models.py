@@ -102,7 +102,6 @@ def drafts_of(results) -> tuple[int, int]:
 # Each case compiles an engine: slow runs have each drafter, and those cases that differ in kind.
 @pytest.mark.slow_cases(
     "itself-two buckets",
-    "itself-few blocks, swapped",
     "small-few blocks, computed again",
     "head-blocks of 16",
     "head-prompts and decodes in turn",
@@ -127,9 +126,7 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
         assert sum(outcome.accepted for outcome in runs) > 0.85 * drafted
 
 
-@pytest.mark.slow_cases(
-    "k 1", "blocks of 1", "no prefix cache", "few blocks, swapped", "prompts and decodes in turn"
-)
+@pytest.mark.slow_cases("blocks of 1", "few blocks, swapped", "prompts and decodes in turn")
 @pytest.mark.parametrize("case", CASES)
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]

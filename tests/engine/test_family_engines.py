@@ -32,6 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain attention": {"attention_impl": "reference"},
     "products of XLA": {"linear_impl": "xla"},
 }
+# A mesh of four devices has the parts of two, and products of XLA. Plain attention is that of
+# tests/device/test_plain_families.py.
+SLOW_KINDS = ("small chunks and blocks", "four devices")
 MATRICES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
@@ -70,8 +73,7 @@ def check_equal(results: list[Any], expected: list[Any], atol: float = 2e-4) -> 
 @pytest.mark.parametrize(
     "kind",
     [
-        # its parts are those of four devices
-        pytest.param(kind, marks=pytest.mark.exhaustive if kind == "two devices" else ())
+        pytest.param(kind, marks=() if kind in SLOW_KINDS else pytest.mark.exhaustive)
         for kind in KINDS
     ],
 )

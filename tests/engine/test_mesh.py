@@ -84,8 +84,8 @@ def compare_logprobs(single: list[Any], split: list[Any], atol: float) -> None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
 
-# by default with a draft model, below; fewer devices than key heads, as many, more
-@pytest.mark.slow_cases("8/4-2", "9/3-4", "8/2-8")
+# more devices than key heads; below, tests have fewer, and as many
+@pytest.mark.slow_cases("9/3-4", "8/2-8")
 @pytest.mark.parametrize(
     ("name", "n"), [(name, n) for name in ("8/4", "8/2", "9/3") for n in (2, 4, 8)]
 )
@@ -93,7 +93,8 @@ def test_recordings_are_byte_identical(folders, tmp_path, name, n):
     compare_runs(folders[name], tmp_path, mesh={"tensor": n})
 
 
-@pytest.mark.slow
+# "swapped": on a slice of devices, below
+@pytest.mark.slow_cases("recomputed", "lookahead", "int8", "float8", "xla")
 @pytest.mark.parametrize(
     "config",
     [
@@ -166,7 +167,7 @@ def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
     assert any(result[0].drafts for run in mesh for result in run.results if len(result) == 5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("9/3")  # the heads are padded too
 @pytest.mark.parametrize("name", ["8/2", "9/3"])
 def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     """An engine with the parameters of another model says what that model says."""
@@ -204,7 +205,7 @@ def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
     chex.assert_trees_all_equal(whole(alone), whole(placed))
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("Mixtral")
 @pytest.mark.parametrize("name", ["Llama 2", "Mixtral"])
 def test_in_16_bits_log_probabilities_are_close(name):
     """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of

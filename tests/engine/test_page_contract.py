@@ -39,8 +39,8 @@ from tests.refusals import refused
 pytestmark = pytest.mark.few_optimisations
 
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
-# whose quick comparison with plain engines, of programs that other tests of the default run need
-QUICK = (("heads", "swapped"), ("latents", "swapped"))
+# the quick comparison with a plain engine: the slow runs have those of other kinds
+QUICK = ("latents", "swapped")
 
 of_all_kinds = pytest.mark.parametrize("subject", KINDS, indirect=True)
 
@@ -77,7 +77,7 @@ def engines_of_kinds() -> list[Any]:
     for name, kind in KINDS.items():
         for engine in (*kind.slow, *kind.exhaustive):
             run = pytest.mark.slow if engine in kind.slow else pytest.mark.exhaustive
-            marks = () if (name, engine) in QUICK else run
+            marks = () if (name, engine) == QUICK else run
             cases.append(pytest.param(name, engine, marks=marks, id=f"{name}, {engine}"))
     return cases
 
@@ -98,7 +98,7 @@ def test_tokens_do_not_depend_on_how_pages_are_kept(
     check_same(tokens_of(llm, rounds=2), subject.expected * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("heads", "mixers")  # they give blocks back, and keep states
 @of_all_kinds
 def test_tokens_do_not_depend_on_spans(subject):
     """Ends within a span, and a state that must not be written behind an end: a second round finds
@@ -128,12 +128,12 @@ def draft_head(folder: Path, subject: Subject) -> Path:
 @of_all_kinds
 def test_a_prefix_is_found_at_every_boundary(subject):
     """A prompt of 20 tokens, in blocks of 4, of which another one has the first n."""
-    llm = small_llm(subject.loaded, **SWAPPED | {"num_blocks": 60})
+    llm = small_llm(subject.loaded, **SWAPPED)
     rng = np.random.default_rng(5)
     first = rng.integers(3, 320, 20).tolist()
     llm.generate([first], greedy(1))
     params = greedy(2, logprobs=0)
-    for shared in range(1, 20):
+    for shared in reversed(range(1, 20)):  # blocks that are no longer asked for give way
         prompt = first[:shared] + rng.integers(3, 320, 3).tolist()
         (output,) = llm.generate([prompt], params)
         assert output.num_cached_tokens == shared // 4 * 4
@@ -143,7 +143,7 @@ def test_a_prefix_is_found_at_every_boundary(subject):
         chex.assert_trees_all_close(*logprobs, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("heads", "mixers")
 @of_all_kinds
 def test_a_beam_search_has_the_same_beams_in_any_blocks(subject):
     searches = []

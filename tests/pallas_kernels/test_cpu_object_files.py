@@ -33,11 +33,12 @@ print("pallas_kernels.paged_attention.cpu.kernel" in sys.modules)
 
 
 HANDLER = cpu.handler_of("float32", "float32", False)
-# of matrices in blocks, two formats
+# of matrices in blocks, a format for each dtype of tokens
+FORMATS = ("float32", "q4_1"), ("bfloat16", "q6_k")
 SAMPLED_PRODUCTS = [
     handler
-    for (_, weight_dtype, _, _), handler in linear_cpu.HANDLERS.items()
-    if weight_dtype not in BLOCKS or weight_dtype in ("q4_1", "q6_k")
+    for (dtype, weight_dtype, _, _), handler in linear_cpu.HANDLERS.items()
+    if weight_dtype not in BLOCKS or (dtype, weight_dtype) in FORMATS
 ]
 
 

@@ -243,21 +243,22 @@ def assert_padding_is_zero(got: Any, case: Case) -> None:
 
 def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None = None):
     """(impl, ...) by the cost of one more program: little for the CPU kernel, a second or two for
-    the others.
+    the others, whose `rare` parameters run by hand alone.
 
-    The interpreted TPU kernel takes several seconds: its `rare` parameters run by hand alone.
+    The interpreted TPU kernel takes several seconds: slow runs have every second of its others.
     """
-    result = [slow("pallas_tpu", *values) for values in dict.fromkeys([*often, *of_cpu])]
-    result += [
-        pytest.param("pallas_tpu", *values, marks=pytest.mark.exhaustive) for values in rare or []
-    ]
+    usual = list(dict.fromkeys([*often, *of_cpu]))
+    marks: dict[tuple, Any] = {("pallas_tpu", *values): pytest.mark.slow for values in usual[::2]}
+    marks |= {("cpu", *values): () for values in usual}
+    marks |= {("cpu", *values): pytest.mark.slow for values in rare or []}
     for impl in HERE:
-        default = often + (of_cpu if impl == "cpu" else [])
-        every = dict.fromkeys([*default, *of_cpu, *(rare or [])])
-        result += [
-            (impl, *values) if values in default else slow(impl, *values) for values in every
-        ]
-    return result
+        if impl != "cpu":
+            marks |= {(impl, *values): pytest.mark.slow for values in usual}
+            marks |= {(impl, *values): () for values in often}
+    every = [
+        (impl, *values) for impl in ("pallas_tpu", *HERE) for values in [*usual, *(rare or [])]
+    ]
+    return [pytest.param(*case, marks=marks.get(case, pytest.mark.exhaustive)) for case in every]
 
 
 def singles(values) -> list[tuple]:
