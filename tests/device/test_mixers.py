@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagedjax.device.batch import Batch
@@ -28,6 +28,7 @@ from pagedjax.device.models.mixers.mixer import (
     pages_needed,
 )
 from pagedjax.device.windows import packed
+from tests import drawn
 from tests.device.test_llama import lay_out
 from tests.refusals import refused
 
@@ -202,9 +203,17 @@ def recurrence(inputs: Inputs) -> np.ndarray:
         pytest.param("float32", False, id="mamba", marks=pytest.mark.slow),
     ],
 )
-@settings(max_examples=4, deadline=None)
-@given(chunks=CHUNKS, block_size=st.sampled_from([1, 4, 16]))
-def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, chunks, block_size):
+@drawn.examples(1, 8)
+def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, number):
+    @example(chunks=[(9, 0, 3), (1, 1, 1), (6, 0, 4)], block_size=4)
+    def holds(chunks: Sequence[Sequence[int]], block_size: int) -> None:
+        check_steps(dtype, delta, chunks, block_size)
+
+    drawn.check(number, holds, chunks=CHUNKS, block_size=st.sampled_from([1, 4, 16]))
+
+
+def check_steps(dtype: str, delta: bool, chunks: Sequence[Sequence[int]], block_size: int) -> None:
+    """The outputs of all steps with these chunks are those of the recurrence."""
     rng = np.random.default_rng(2)
     pages = world(SIZES.kept(INPUT), small_blocks(block_size, dtype))
     inputs = [drawn_inputs(rng, length, delta=delta) for length in LENGTHS]

@@ -870,11 +870,7 @@ def test_real_models_have_their_published_size_and_cache(name):
     config = normalised({"model_type": model_type, **settings}, name)
     family = FAMILIES[config["model_type"]]
     c = family.from_hf(config)
-    table = family.param_table(c)
-    assert sum(int(np.prod(entry.shape)) for entry in table) == parameters
-    _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
-    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
-    assert shapes == {".".join(entry.path): entry.shape for entry in table}
+    assert sum(int(np.prod(entry.shape)) for entry in family.param_table(c)) == parameters
     of_layers = [c.of_kind(kind) for kind in c.kinds]
     sizes = [cache.BlockSizes(1, x.kv_heads, x.head_dim, "bfloat16", x.head_dim) for x in of_layers]
     slot = cache.block_bytes(
@@ -883,6 +879,23 @@ def test_real_models_have_their_published_size_and_cache(name):
         **(sizes[0]._asdict()),
     )
     assert slot - cache.TOKEN_BYTES == cached
+
+
+@pytest.mark.default_cases(
+    "gpt2", "Pythia-70M", "Qwen2-0.5B", "Gemma-3-1B", "DeepSeek-V2-Lite", "gpt-oss-20b"
+)
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_have_the_parameters_of_their_table(name):
+    """Else the sizes above would be those of another model. test_plain_families.py has small models
+    of other families.
+    """
+    model_type, settings, *_ = REAL[name]
+    config = normalised({"model_type": model_type, **settings}, name)
+    family = FAMILIES[config["model_type"]]
+    c = family.from_hf(config)
+    _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
+    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
+    assert shapes == {".".join(entry.path): entry.shape for entry in family.param_table(c)}
 
 
 # whose default number of key heads is that of the query heads, or that of a published model

@@ -37,8 +37,8 @@ V = 320
 R = 24  # no tile of sampling has so many rows
 
 
-def engine(tiny, **config):
-    return LLM(tiny, progress=False, **{**CONFIG, **config}).engine
+def engine(model, **config):
+    return LLM(model, progress=False, **{**CONFIG, **config}).engine
 
 
 def exchanges(text: str) -> Counter[str]:
@@ -52,20 +52,20 @@ def exchanges(text: str) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def on_one_device(tiny):
-    return engine(tiny)
+def on_one_device(one_layer):
+    return engine(one_layer)
 
 
 @pytest.fixture(scope="module", params=[4, pytest.param(2, marks=pytest.mark.slow)])
-def on_mesh(tiny, request):
-    return engine(tiny, mesh={"tensor": request.param})
+def on_mesh(one_layer, request):
+    return engine(one_layer, mesh={"tensor": request.param})
 
 
 @pytest.mark.slow
-def test_a_step_exchanges_what_it_must_and_no_more(tiny, on_mesh):
+def test_a_step_exchanges_what_it_must_and_no_more(one_layer, on_mesh):
     text = on_mesh.runtime.programs[StepShape(64, R)].as_text()
-    layers = tiny.model.config.layers
-    hidden = tiny.model.config.hidden
+    layers = one_layer.model.config.layers
+    hidden = one_layer.model.config.hidden
     kinds = Counter()
     sums = Counter()
     for (shape, kind), count in exchanges(text).items():

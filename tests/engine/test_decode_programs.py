@@ -142,7 +142,7 @@ def test_decodes_have_buckets_of_their_own_on_a_gpu(one_layer, monkeypatch):
     assert llm.engine.runtime.shapes.decode_buckets == (1, 2, 3, 4)
     assert llm.engine.runtime.shapes.tokens == (1, 2, 4, 8, 16)
     assert given.engine.runtime.shapes.decode_buckets == (4,)
-    params = [greedy(3, prompt_logprobs=1), *[greedy(4)] * 2]
+    params = [greedy(3, prompt_logprobs=1), *[greedy(3)] * 2]
     prompts = [list(range(3, 3 + n)) for n in (2, 5, 7)]
     expected = token_ids(make(one_layer, "reference"), prompts, params)
     assert token_ids(llm, prompts, params) == expected

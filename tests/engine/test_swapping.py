@@ -52,7 +52,7 @@ def of_kind(events, kind: type) -> list:
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "cold"])
 def test_swapping_changes_no_token(tiny, params, forks, caching):
     options = {"enable_prefix_caching": caching}
-    roomy = run(make(tiny, num_blocks=128, **options), params, forks)
+    roomy = run(small_llm(tiny, **options), params, forks)  # the programs of `tiny_llm`
     recomputed = run(make(tiny, preemption="recompute", **options), params, forks)
     swapping = make(tiny, **options)
     tokens, events = run(swapping, params, forks)
@@ -71,7 +71,7 @@ def test_a_full_swap_space_falls_back_to_recomputing(tiny):
     small = make(tiny, swap_space_gib=5.5 * size / 2**30)
     assert small.engine.scheduler_state.config.host_blocks == 5
     tokens, events = run(small, GREEDY)
-    assert tokens == run(make(tiny, num_blocks=128), GREEDY)[0]
+    assert tokens == run(small_llm(tiny), GREEDY)[0]
     assert {event.swapped for event in of_kind(events, Preempted)} == {True, False}
 
 

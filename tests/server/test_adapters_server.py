@@ -40,6 +40,7 @@ from tests.server.support import (
 from tests.weights.tiny_adapters import tiny_adapter
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+LORA |= {"token_buckets": (64,)}  # one program
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 PARAMS = greedy(8)
 PROMPT = "the cat and"

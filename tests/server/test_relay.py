@@ -185,7 +185,7 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def llms(tiny_long) -> list[Any]:
-    options = {"max_num_batched_tokens": 256, "token_buckets": (8, 256), "num_blocks": 512}
+    options = {"max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 512}
     return [server_llm(tiny_long, batch_invariant=True, **options) for _ in range(2)]
 
 

@@ -16,9 +16,9 @@ EXAMPLES = 4  # of each operation
 
 
 @pytest.fixture(scope="module")
-def small(tiny):
+def small(one_layer):
     """A server with short sequences, so that valid requests are answered soon."""
-    llm = server_llm(tiny, max_model_len=24, token_buckets=(64,))
+    llm = server_llm(one_layer, max_model_len=24, token_buckets=(64,))
     with serving_without_leaks(llm, allow_runtime_lora_updating=True) as server:
         yield server
 

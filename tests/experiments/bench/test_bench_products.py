@@ -11,6 +11,8 @@ from pallas_kernels.linear import Matrix
 
 pytest.importorskip("llvmlite")
 
+pytestmark = pytest.mark.few_optimisations
+
 
 @pytest.fixture(autouse=True)
 def _small_model(monkeypatch):

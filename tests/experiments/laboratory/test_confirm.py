@@ -101,7 +101,7 @@ def without_prompts(path: Path) -> Past:
 
 
 @drawn.examples(4, 25)
-def test_an_engine_does_what_was_predicted(tmp_path: Path, tiny, number: int):
+def test_an_engine_does_what_was_predicted(tmp_path: Path, one_layer, number: int):
     """With seeds, stop tokens, stops from outside, branches and prefixes; decisions, blocks,
     preemptions and tokens.
     """
@@ -111,13 +111,13 @@ def test_an_engine_does_what_was_predicted(tmp_path: Path, tiny, number: int):
     def holds(seed: int, engine: str, changed: dict[str, Any], prompts: bool) -> None:
         nonlocal preemptions
         draw = random.Random(seed)
-        recorder = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES[engine]).engine
+        recorder = small_llm(one_layer, max_model_len=48, **BUDGET, **ENGINES[engine]).engine
         drive(recorder, path, crowd(draw, 12))
         recorded = past.read(path) if prompts else without_prompts(path)
         if not prompts:
             size = recorded.config.block_size
             changed = {**changed, "block_size": -(-changed.get("block_size", size) // size) * size}
-        result = confirmed(recorded, tiny, {}, **changed)
+        result = confirmed(recorded, one_layer, {}, **changed)
         assert result.holds, result.difference.causes or result.difference.kind
         assert result.steps > 0
         assert result.inputs.made_up == (not prompts)
@@ -140,10 +140,10 @@ def test_an_engine_does_what_was_predicted(tmp_path: Path, tiny, number: int):
 
 
 @pytest.fixture
-def small(tmp_path: Path, tiny) -> Path:
+def small(tmp_path: Path, one_layer) -> Path:
     """A recording of a small engine with preemptions."""
     path = tmp_path / "run.jsonl"
-    engine = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
+    engine = small_llm(one_layer, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
     drive(engine, path, crowd(random.Random(3), 12))
     assert '"Preempted"' in path.read_text()
     return path
@@ -160,9 +160,9 @@ def test_recorded_prompts_are_those_of_larger_blocks_too(small: Path):
     assert {tuple(prompt) for prompt in script.inputs.prompts.values()} == prompts
 
 
-def test_requests_that_were_cut_off_get_made_up_tokens(tmp_path: Path, tiny):
+def test_requests_that_were_cut_off_get_made_up_tokens(tmp_path: Path, one_layer):
     path = tmp_path / "run.jsonl"
-    engine = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
+    engine = small_llm(one_layer, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
     engine.reset()
     engine.record(path, prompts=True)
     for name in "abcd":  # as many as run at a time
@@ -174,7 +174,7 @@ def test_requests_that_were_cut_off_get_made_up_tokens(tmp_path: Path, tiny):
         engine.step()
     engine.cancel("e")
     engine.record(None)
-    result = confirmed(past.read(path), tiny, {}, policy="priority")
+    result = confirmed(past.read(path), one_layer, {}, policy="priority")
     assert result.holds
     assert result.without_meaning
     (note,) = confirming.notes(result)
@@ -192,18 +192,20 @@ BY_HASH = FCFS._replace(
 """
 
 
-def test_what_an_engine_does_otherwise_is_shown(small: Path, tiny_folder, tmp_path: Path, capsys):
+def test_what_an_engine_does_otherwise_is_shown(
+    small: Path, one_layer_folder, tmp_path: Path, capsys
+):
     """A policy that reads hashes, which are others where prompts are made up."""
     without_prompts(small)
     file = tmp_path / "by_hash.py"
     file.write_text(BY_HASH)
     record = tmp_path / "engine.jsonl"
-    words = [str(small), "--policy", f"{file}:BY_HASH", "--confirm", str(tiny_folder)]
+    words = [str(small), "--policy", f"{file}:BY_HASH", "--confirm", str(one_layer_folder)]
     report = tmp_path / "report.json"
     words += ["--buckets", "48", "--record-engine", str(record), "--json", str(report)]
     page = tmp_path / "page.html"
     assert whatif.main([*words, "--page", str(page)]) == 1
-    assert f"Not confirmed by {tiny_folder}." in page.read_text("utf-8")
+    assert f"Not confirmed by {one_layer_folder}." in page.read_text("utf-8")
     text = capsys.readouterr().out
     assert "not confirmed by" in text
     assert "is the first that decides differently" in text
@@ -220,9 +222,17 @@ def test_other_blocks_are_a_difference_of_the_last_kind():
     assert kind_of_difference(EMPTY_PLAN, moved, (*KINDS, BLOCKS)) == BLOCKS
 
 
-def test_the_command_confirms(small: Path, tiny_folder, tmp_path: Path, capsys):
+def test_the_command_confirms(small: Path, one_layer_folder, tmp_path: Path, capsys):
     report = tmp_path / "report.json"
-    words = [str(small), "--policy", "priority", "--confirm", str(tiny_folder), "--buckets", "48"]
+    words = [
+        str(small),
+        "--policy",
+        "priority",
+        "--confirm",
+        str(one_layer_folder),
+        "--buckets",
+        "48",
+    ]
     page = tmp_path / "page.html"
     assert whatif.main([*words, "--json", str(report), "--page", str(page)]) == 0
     result = json.loads(report.read_text())
@@ -231,7 +241,7 @@ def test_the_command_confirms(small: Path, tiny_folder, tmp_path: Path, capsys):
     assert confirmation["confirmed"] is True
     assert confirmation["own_tokens"] is None
     sentence = (
-        f"onfirmed by {tiny_folder}: {confirmation['steps']} steps decide the same, with the same "
+        f"onfirmed by {one_layer_folder}: {confirmation['steps']} steps decide the same, with the same "
         f"blocks, and {confirmation['tokens']} tokens are the same"
     )
     assert f"c{sentence}" in capsys.readouterr().out
@@ -273,12 +283,12 @@ def test_made_up_prompts_share_the_blocks_that_recorded_ones_share(tmp_path: Pat
     drawn.check(number, holds, seed=st.integers(0, 2**32 - 1))
 
 
-def test_tokens_beyond_the_vocabulary_have_stand_ins(tmp_path: Path, tiny):
+def test_tokens_beyond_the_vocabulary_have_stand_ins(tmp_path: Path, one_layer):
     path = tmp_path / "run.jsonl"
     engine = simulated.engine(max_model_len=48, **BUDGET, **ENGINES["small"])
     simulated.record(path, engine, simulated.requests(random.Random(0), 6))
     recorded = past.read(path)
-    result = confirmed(recorded, tiny, {}, caching=False)
+    result = confirmed(recorded, one_layer, {}, caching=False)
     assert result.holds
     tokens = {token for output in recorded.outputs.values() for token in output.tokens}
     assert set(result.inputs.stand_ins) >= {token for token in tokens if token >= 320}
@@ -295,10 +305,10 @@ def test_tokens_beyond_the_vocabulary_have_stand_ins(tmp_path: Path, tiny):
 # --- the engine's own tokens ------------------------------------------------------------------------
 
 
-def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, tiny):
+def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, one_layer):
     """With greedy requests, and with seeds that come from the order of arrival."""
     path = tmp_path / "run.jsonl"
-    engine = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
+    engine = small_llm(one_layer, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
     for temperature in (0.0, 1.0):
         requests = [
             request._replace(
@@ -317,12 +327,12 @@ def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, tiny):
         drive(engine, path, requests)
         recorded = past.read(path)
         options = {"sampling": {"temperature": temperature}}
-        own_tokens = confirmed(recorded, tiny, options, policy="priority").own_tokens
+        own_tokens = confirmed(recorded, one_layer, options, policy="priority").own_tokens
         assert own_tokens is not None
         assert own_tokens.sequences == len(recorded.outputs)
         assert (own_tokens.equal, own_tokens.differences) == (own_tokens.sequences, [])
     options = {"sampling": {"temperature": 1.0, "seed": 1}}
-    result = confirmed(recorded, tiny, options, policy="priority")
+    result = confirmed(recorded, one_layer, options, policy="priority")
     assert result.holds
     own_tokens = result.own_tokens
     assert own_tokens is not None
@@ -340,9 +350,9 @@ def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, tiny):
 # --- times ------------------------------------------------------------------------------------------
 
 
-def test_times_are_measured_beside_predicted_ones(tmp_path: Path, tiny_folder, capsys):
+def test_times_are_measured_beside_predicted_ones(tmp_path: Path, one_layer_folder, capsys):
     path = tmp_path / "run.jsonl"
-    llm = LLM(tiny_folder, max_model_len=48, progress=False, **BUDGET, **ENGINES["small"])
+    llm = LLM(one_layer_folder, max_model_len=48, progress=False, **BUDGET, **ENGINES["small"])
     engine = llm.engine
     engine.add("warm", [5], SamplingParams(max_tokens=2))
     while engine.has_work:
@@ -360,7 +370,14 @@ def test_times_are_measured_beside_predicted_ones(tmp_path: Path, tiny_folder, c
         engine.step()
     engine.record(None)
     report = tmp_path / "report.json"
-    words = [str(path), "--set", "max_num_seqs=2", "--confirm", str(tiny_folder), "--real-time"]
+    words = [
+        str(path),
+        "--set",
+        "max_num_seqs=2",
+        "--confirm",
+        str(one_layer_folder),
+        "--real-time",
+    ]
     words += ["--buckets", "48", "--json", str(report)]
     output_of_equal_runs(whatif.main([*words, "--loop", "closed", "--policy", "priority"]), capsys)
     printed = output_of_equal_runs(whatif.main(words), capsys)
@@ -389,7 +406,7 @@ def output_of_equal_runs(status: int, capsys: pytest.CaptureFixture[str]) -> str
 # --- what is refused --------------------------------------------------------------------------------
 
 
-def test_what_an_engine_cannot_repeat_is_refused(tmp_path: Path, small: Path, tiny):
+def test_what_an_engine_cannot_repeat_is_refused(tmp_path: Path, small: Path, one_layer):
     recorded = past.read(small)
     for line, message in [
         ('{"restart":{}}', "a step failed at .*, which is not repeated; record a run without"),
@@ -408,7 +425,7 @@ def test_what_an_engine_cannot_repeat_is_refused(tmp_path: Path, small: Path, ti
     simulated.record(path, simulated.engine(drafting=True), simulated.requests(random.Random(0), 4))
     with refused("was offered drafts, and a sequence whose tokens are given has none; .*without"):
         engine_tokens.check(past.read(path))
-    llm = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"])
+    llm = small_llm(one_layer, max_model_len=48, **BUDGET, **ENGINES["small"])
     llm.engine.record(path, prompts=True)
     llm.generate([[5, 6]], BeamSearchParams(2, max_tokens=3), use_tqdm=False)
     llm.engine.record(None)
@@ -424,20 +441,20 @@ def test_what_an_engine_cannot_repeat_is_refused(tmp_path: Path, small: Path, ti
         ({"sampling": {"n": 2}}, "--sampling gives n, which the recording decides; leave it out"),
     ]:
         with refused(message):
-            confirmed(recorded, tiny, options)
+            confirmed(recorded, one_layer, options)
     with refused("has no prompts, .*record with prompts=True, or leave --sampling out"):
-        confirmed(without_prompts(small), tiny, {"sampling": {"temperature": 0}})
+        confirmed(without_prompts(small), one_layer, {"sampling": {"temperature": 0}})
 
 
 @pytest.mark.slow
-def test_a_recording_of_a_kv_policy_is_confirmed_with_its_name(tmp_path: Path, tiny):
+def test_a_recording_of_a_kv_policy_is_confirmed_with_its_name(tmp_path: Path, one_layer):
     path = tmp_path / "run.jsonl"
     options = {"kv_policy": {"name": "streaming", "sinks": 4, "window": 12}}
-    engine = small_llm(tiny, max_model_len=48, **BUDGET, **ENGINES["small"], **options).engine
+    engine = small_llm(one_layer, max_model_len=48, **BUDGET, **ENGINES["small"], **options).engine
     drive(engine, path, crowd(random.Random(2), 8))
     recorded = past.read(path)
     assert recorded.config.views
-    assert confirmed(recorded, tiny, {"options": options}, policy="priority").holds
+    assert confirmed(recorded, one_layer, {"options": options}, policy="priority").holds
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def record(llm: LLM, path: Path, prompts: list[list[int]], params: list[Params])
 # Rounding in another batch changes one drawn token in many thousands, unless the engine is invariant.
 # That costs a compilation, so the default run is greedy.
 @drawn.examples(3, 25)
-def test_a_changed_run_is_what_the_engine_does(tiny, tmp_path: Path, number: int):
+def test_a_changed_run_is_what_the_engine_does(one_layer, tmp_path: Path, number: int):
     invariant = number > 3
     sizes: dict[str, Any] = {"num_blocks": 14, "block_size": 8, "token_buckets": (64,)}
     sizes["batch_invariant"] = invariant
@@ -80,10 +80,10 @@ def test_a_changed_run_is_what_the_engine_does(tiny, tmp_path: Path, number: int
         nonlocal preemptions
         prompts, params = requests(random.Random(seed), 10, greedy=not invariant)
         path = tmp_path / "run.jsonl"
-        recorded = record(small_llm(tiny, **sizes), path, prompts, params)
+        recorded = record(small_llm(one_layer, **sizes), path, prompts, params)
         rerun.record(second_recording, run(recorded, rerun.unchanged(recorded)))
         assert second_recording.read_text().splitlines() == path.read_text().splitlines()
-        changed = small_llm(tiny, **sizes, **changes)
+        changed = small_llm(one_layer, **sizes, **changes)
         of_engine = record(changed, expected, prompts, params)
         change = Change(of_engine.config, of_engine.policy)
         repeated_run = run(recorded, change)

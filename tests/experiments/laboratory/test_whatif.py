@@ -116,12 +116,12 @@ def drive(engine: Engine, path: Path, requests: list[Asked]) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine_of(tiny) -> Callable[[str, str], Engine]:
+def engine_of(one_layer) -> Callable[[str, str], Engine]:
     """Engines with these sizes and policies, each made once."""
 
     @cache
     def engine(name: str, policy: str) -> Engine:
-        return small_llm(tiny, max_model_len=48, policy=policy, **ENGINES[name]).engine
+        return small_llm(one_layer, max_model_len=48, policy=policy, **ENGINES[name]).engine
 
     return engine
 

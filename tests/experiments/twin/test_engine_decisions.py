@@ -47,9 +47,9 @@ def policy(weights, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def llm(tiny, policy):
+def llm(one_layer, policy):
     """Of the sizes of the worlds: a pool so small that sequences are preempted."""
-    return small_llm(tiny, **ENGINE, policy=policy, enable_prefix_caching=False)
+    return small_llm(one_layer, **ENGINE, policy=policy, enable_prefix_caching=False)
 
 
 def drawn() -> Any:
@@ -163,9 +163,9 @@ def test_an_engine_in_time_decides_as_the_scheduler_on_arrays(llm, weights, poli
 
 
 def test_policies_take_turns_at_the_worlds_multiple_of_an_engines_capacity(
-    llm, tiny, weights, policy, tmp_path
+    llm, one_layer, weights, policy, tmp_path
 ):
-    fcfs = small_llm(tiny, **ENGINE, policy="fcfs", enable_prefix_caching=False)
+    fcfs = small_llm(one_layer, **ENGINE, policy="fcfs", enable_prefix_caching=False)
     engines = {"learned": llm.engine, "fcfs": fcfs.engine}
     first = drawn()
     later = first._replace(arrival=first.arrival + 1000)
