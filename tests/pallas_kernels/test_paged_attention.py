@@ -248,17 +248,16 @@ def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None
     The interpreted TPU kernel takes several seconds: slow runs have every second of its others.
     """
     usual = list(dict.fromkeys([*often, *of_cpu]))
-    marks: dict[tuple, Any] = {("pallas_tpu", *values): pytest.mark.slow for values in usual[::2]}
+    marks: dict[tuple, Any] = {("cpu", *values): pytest.mark.slow for values in rare or []}
     marks |= {("cpu", *values): () for values in usual}
-    marks |= {("cpu", *values): pytest.mark.slow for values in rare or []}
+    marks |= {("pallas_tpu", *values): pytest.mark.slow for values in usual[::2]}
     for impl in HERE:
         if impl != "cpu":
             marks |= {(impl, *values): pytest.mark.slow for values in usual}
             marks |= {(impl, *values): () for values in often}
-    every = [
-        (impl, *values) for impl in ("pallas_tpu", *HERE) for values in [*usual, *(rare or [])]
-    ]
-    return [pytest.param(*case, marks=marks.get(case, pytest.mark.exhaustive)) for case in every]
+    every = dict.fromkeys([*usual, *(rare or [])])
+    cases = [(impl, *values) for impl in ("pallas_tpu", *HERE) for values in every]
+    return [pytest.param(*case, marks=marks.get(case, pytest.mark.exhaustive)) for case in cases]
 
 
 def singles(values) -> list[tuple]:

@@ -85,7 +85,7 @@ CASES = {
     ),
     # as Qwen3.5: two groups of lanes, and the tokens of a block in two parts
     "delta in wide pages of 16 bits": case(
-        4, 2, 128, delta=True, block_size=16, head_dim=256, dtype="uint16"
+        2, 1, 128, delta=True, block_size=16, head_dim=256, dtype="uint16"
     ),
     "delta with two heads side by side": case(4, 2, 64, delta=True, block_size=16, kv_heads=1),
     "mamba with one head of keys for each head": case(
