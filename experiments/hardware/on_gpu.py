@@ -65,7 +65,7 @@ LIMITS = {
     "engine": 240,
     "goldens": 60,
     "predict": 120,
-    "peers": 110,
+    "peers": 150,
     "stored": 110,
     "latents": 60,
 }

@@ -9,14 +9,18 @@ norms are those of transformers' modules.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from experiments.hardware.gpu_engine import Request
 
 SPACING = 256  # tokens of the cache between two graphs
 PROMPT_ROWS = 16  # rows whose prompts are computed together
+ALIGNED = 8  # numbers of a row of a mask, as kernels with masks want it
+SYNCHRONISED = 128  # steps after which the loop looks at the clock
 WARM_STEPS = 3  # calls before a graph is captured, as torch asks for
 
 
@@ -118,12 +122,16 @@ class Loop:
             v = heads[2]
             self.keys[i][rows[:, None], :, positions] = k.transpose(1, 2)
             self.values[i][rows[:, None], :, positions] = v.transpose(1, 2)
-            if seen is not None:
-                k = self.keys[i][:, :, : seen.shape[-1]]
-                v = self.values[i][:, :, : seen.shape[-1]]
-            z = scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True
-            )
+            if seen is None:
+                z = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            else:
+                # The query heads of a key head are its queries: kernels that take masks do not let
+                # heads share keys.
+                length = seen.shape[-1]
+                k = self.keys[i][:, :, :length]
+                v = self.values[i][:, :, :length]
+                z = scaled_dot_product_attention(q.view(*k.shape[:2], -1, k.shape[3]), k, v, seen)
+                z = z.view(q.shape)
             x = x + attention.o_proj(z.transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return decoder.norm(x)
@@ -147,12 +155,12 @@ def steps_of(loop: Loop, longest: int) -> dict[int, Callable[[], None]]:
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    lengths = range(SPACING, longest + SPACING, SPACING)
+    lengths = [*range(SPACING, longest, SPACING), longest]
+    if loop.model.device.type != "cuda":
+        return {length: partial(loop.decode, length) for length in lengths}
     steps: dict[int, Callable[[], None]] = {}
-    for length in [min(length, longest) for length in lengths]:
-        steps[length] = lambda length=length: loop.decode(length)
-        if loop.model.device.type != "cuda":
-            continue
+    pool = None  # memory that all graphs share, because one runs at a time; the longest needs most
+    for length in reversed(lengths):
         loop.positions.zero_()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -160,24 +168,29 @@ def steps_of(loop: Loop, longest: int) -> dict[int, Callable[[], None]]:
             for _ in range(WARM_STEPS):
                 loop.decode(length)
         torch.cuda.current_stream().wait_stream(stream)
+        loop.positions.zero_()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             loop.decode(length)
+        pool = pool or graph.pool()
         steps[length] = graph.replay
     return steps
 
 
 def generate(
     model: Any, requests: Sequence[Request], temperature: float
-) -> tuple[Callable[[], list[list[int]]], int]:
+) -> tuple[Callable[[float], list[list[int]]], int]:
     """Prepare a batch of requests -> (the function that computes it, the bytes of its cache).
 
-    The function returns the output tokens of each request. The first call may be slower.
+    The function takes the time by time.perf_counter at which it gives up, and returns the output
+    tokens of each request. It raises RuntimeError if the time is over. The first call may be
+    slower.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
     prompts = [prompt for prompt, _ in requests]
     longest = max(len(prompt) + count for prompt, count in requests)
+    longest = -(-longest // ALIGNED) * ALIGNED
     num_steps = max(count for _, count in requests)
     loop = Loop.of(model, len(requests), longest, temperature)
     with torch.inference_mode():
@@ -186,10 +199,17 @@ def generate(
     longest_prompt = max(map(len, prompts))
 
     @torch.inference_mode()
-    def run() -> list[list[int]]:
+    def run(end: float) -> list[list[int]]:
         loop.read_prompts(prompts)
         columns = [loop.tokens.clone()]
         for step in range(1, num_steps):
+            if step % SYNCHRONISED == 0:
+                columns[-1].tolist()  # waits for the device, so that the time is known
+                if time.perf_counter() > end:
+                    raise RuntimeError(
+                        f"step {step} of {num_steps} of the loop was not done when the time was "
+                        "over; raise --seconds"
+                    )
             # a row that has ended goes on in the last place of the cache
             loop.positions.clamp_(max=longest - 1)
             needed = min(longest_prompt + step, longest)

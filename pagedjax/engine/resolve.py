@@ -25,6 +25,7 @@ from pagedjax.engine.geometry import (
     views,
 )
 from pagedjax.host.reservation import table_width
+from pagedjax.host.scheduler import check_empty_blocks
 from pagedjax.options.config import (
     MAX_TAP_BYTES,
     ON_DEVICE,
@@ -50,7 +51,7 @@ def resolve(
 
     Raises:
         ValueError: another dtype or weight_dtype than the model has, max_model_len beyond the
-            model's own limit, a cache that does not fit, an attention_impl that cannot serve here,
+            model's own limit, a cache that does not fit or keeps nothing, an attention_impl that cannot serve here,
             or a draft model that does not fit the model.
     """
     device_memory = device_memory or free_memory(model)
@@ -70,6 +71,7 @@ def resolve(
             block_bytes, config.memory_fraction, device_memory, activations
         )
         num_blocks = min(most_used_blocks, fitting_blocks)
+    check_empty_blocks(config.empty_blocks, num_blocks)
     memory.check_fit(num_blocks, block_bytes, device_memory, activations)
     buckets = _buckets(config, model)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

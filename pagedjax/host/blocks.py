@@ -12,8 +12,8 @@ hole (views.py), which `share` and `release` skip. A block is in one of three st
 
 `publish` records the content of an owned block: a hash of its tokens and of all tokens before them
 (block_hashes.py). `find` returns the blocks of a chain of hashes. An idle block keeps its content
-until no block is empty, or fewer than `keep_empty` shall keep. The cost of an operation depends on
-the blocks that it touches, never on the size of the pool (of `allocate`: amortised, since it may
+until `allocate` or `keep_empty` needs it, the oldest first. The cost of an operation depends on the
+blocks that it touches, never on the size of the pool (of `allocate`: amortised, since it may
 reverse a list of returned blocks).
 
 Empty blocks are handed out first in, first out. So a sequence that ends unexpectedly does not
@@ -231,8 +231,8 @@ def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
 def keep_empty(pool: BlockPool, n: int) -> BlockPool:
     """Evicts idle blocks until n blocks are empty, or none is idle.
 
-    The blocks that `allocate` takes next are then known before: a release or another allocation
-    changes their owners, and not which they are.
+    So the next n blocks that `allocate` takes are known beforehand: a release adds blocks behind
+    them.
     """
     num_empty = pool.num_free - len(pool.idle)
     num_evicted = min(n - num_empty, len(pool.idle))

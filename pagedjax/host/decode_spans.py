@@ -112,7 +112,8 @@ def next_decodes(
     state: SchedulerState, plan: Plan, steps_left: int | None = None
 ) -> DecodeStep | None:
     """The plan after a plan of decodes, if no sequence stops: what `commit` and `schedule` give, in
-    a part of their time. None where the next plan may be of another kind, or would evict blocks.
+    a part of their time. None where the next plan may be of another kind, or would take a block with
+    cached content.
 
     Args:
         state: after `schedule` returned the plan.
@@ -309,7 +310,7 @@ def after_decodes(
         else:
             allocated[step] += 1
             last_allocation[i] = step
-    pool, tables = _apply_changes(state, changes, chains)
+    pool, tables = _apply_changes(state, steps, changes, chains)
     records = list(seqs)
     for i, table in tables.items():
         seq = seqs[i]
@@ -347,6 +348,7 @@ def _block_changes(
 
 def _apply_changes(
     state: SchedulerState,
+    steps: int,
     changes: Sequence[tuple[int, bool, int]],
     chains: Mapping[int, tuple[str, ...]],
 ) -> tuple[BlockPool, dict[int, list[int]]]:
@@ -359,7 +361,10 @@ def _apply_changes(
     Args:
         chains: by row, the hashes of its blocks.
     """
+    num_kept = state.config.empty_blocks
     pool = state.pool
+    if steps > 0:  # blocks may have become idle since the last plan
+        pool = blocks.keep_empty(pool, num_kept)
     active = state.running
     tables = {i: list(active.seqs[i].blocks) for _, _, i in changes}
     need = sum([not fills for _, fills, _ in changes])
@@ -367,7 +372,6 @@ def _apply_changes(
         raise ValueError(
             f"the steps need {need} blocks and {pool.num_free} are free; see `steps_ahead`"
         )
-    num_kept = state.config.empty_blocks
     evicts = need > pool.num_free - len(pool.idle) - num_kept
     for _, group in groupby(changes, key=lambda change: change[0] if evicts else 0):
         step_changes = list(group)

@@ -35,6 +35,8 @@ gives a sequence one or more tokens. The rules:
 11. A policy with memory observes what happened before each step. Before rules 1 to 5 it may reject
     waiting requests and evict running ones, as 7 says. After rule 3 it may lower the tokens of
     rows. A sequence that it evicted is not admitted in the same step; other sequences may be.
+12. After a plan, the content that has been unused for longest is given up until `empty_blocks`
+    blocks are empty.
 
 The rules are here and in these files: admission.py (what `submit` refuses, and 3), preemption.py
 (the victims of 5, and 7), prefix_sharing.py (finding blocks), branches.py (4, 6), drafts.py (8),
@@ -154,11 +156,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
-    if config.empty_blocks >= config.num_blocks:
-        raise ValueError(
-            f"empty_blocks is {config.empty_blocks}, and there are {config.num_blocks} blocks, so "
-            "nothing could stay in the cache; choose fewer"
-        )
+    check_empty_blocks(config.empty_blocks, config.num_blocks)
     one_of("reservation", config.reservation, get_args(Reservation))
     views.check_config(config)
     checkpoints.check_config(config)
@@ -173,6 +171,15 @@ def init(config: SchedulerConfig) -> SchedulerState:
         forked=frozenset(),
         ids=Map(),
     )
+
+
+def check_empty_blocks(empty_blocks: int, num_blocks: int) -> None:
+    """Raises ValueError if no block could have cached content."""
+    if empty_blocks >= num_blocks:
+        raise ValueError(
+            f"empty_blocks is {empty_blocks}, and there are {num_blocks} blocks, so nothing could "
+            f"stay in the cache; choose at most {num_blocks - 1}, or more num_blocks"
+        )
 
 
 def submit(state: SchedulerState, request: Request) -> SchedulerState:

@@ -406,18 +406,19 @@ class EngineConfig:
         behind the device's. It changes no token.
     decode_span: decode steps that one program computes, where the host knows that the next steps
         are decodes of the same rows (device/span.py). With 1, each step is a program. It is for
-        steps that are not long beside the host's work: those of GPUs, and of small models in 4 or 8
-        bits on a CPU. A new request waits until the span is over, and its tokens come together. It
+        steps that are not long beside the host's work: of small models in 4 or 8 bits on a CPU
+        (measured), and of GPUs (not measured). A new request waits until the span is over, and its tokens come together. It
         changes no token and no plan, and excludes speculative, kv_policy and batch_invariant.
     late_stops: whether a step is planned before the tokens of the step before are known
         (host/late.py), as in vLLM's async scheduling: then the device does not wait for the
         scheduler, even if requests wait. A sequence that stops computes one more token, which is
         dropped. Plans are other ones; tokens are the same. It excludes speculative, and is for one
         process.
-    empty_blocks: blocks that stay empty beside the prefix cache. A prediction may take no block
-        with cached content, so without them lookahead and spans end where the cache is full.
-        Predicted steps need a block for each block_size tokens of each row: with 64 rows, spans of
-        8, lookahead 1 and blocks of 16, 64 * 8 * 2 / 16 = 64 blocks.
+    empty_blocks: blocks that the prefix cache leaves empty after each step. A prediction may take
+        no block with cached content, so without them lookahead and spans end where the cache is
+        full. Each row may need ceil(decode_span * (lookahead + 1) / block_size) blocks for
+        predicted steps: with 64 rows, spans of 8, lookahead 1 and blocks of 16, 64 blocks. It
+        changes nothing without prefix caching.
     speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the
         names of vLLM's speculative_config; None is off. Unless its rule is "rejection", it changes
         no token. It excludes lookahead, because a draft follows known tokens, and lookahead sends a

@@ -338,18 +338,26 @@ def fill_cache(engine) -> None:
     assert pool.num_free - len(pool.idle) == engine.config.empty_blocks
 
 
+def test_a_cache_that_could_keep_no_block_is_refused(tiny):
+    with refused("empty_blocks is 64, and there are 64 blocks.*; choose at most 63, or more num_b"):
+        make(tiny, 0, empty_blocks=64)
+
+
 def test_predictions_go_on_beside_a_full_cache_with_empty_blocks(tiny):
-    runs = {}
-    for depth in (0, 1):
-        engine = make(tiny, depth, empty_blocks=4).engine
+    runs = []
+    for depth, kept in ((0, 4), (1, 4), (1, 0)):
+        engine = make(tiny, depth, empty_blocks=kept).engine
         fill_cache(engine)
-        runs[depth] = Observed(engine)
         for i in range(3):
             engine.add(f"b{i}", tokens(10, 99 + i), greedy(40))
-        runs[depth].finish()
-    assert runs[1].results == runs[0].results
-    assert runs[1].sent == runs[1].steps, "a prediction was wrong"
-    assert runs[1].late <= 3, "a step was not predicted"
+        run = Observed(engine)
+        run.finish()
+        runs.append(run)
+    plain, ahead, without = runs
+    assert ahead.results == plain.results
+    assert ahead.sent == ahead.steps, "a prediction was wrong"
+    assert ahead.late <= 3, "a step was not predicted"
+    assert without.late > 10, "predictions go on without empty blocks"
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5])

@@ -321,3 +321,19 @@ def test_blocks_are_evicted_in_the_order_of_the_steps():
         hashes = filled_hashes(state.running.seqs, computed, after, 4)
         assert decode_spans.after_decodes(state, steps, hashes)[0] == expected
     assert len(one_by_one[-1].pool.idle) < 4
+
+
+def test_steps_that_change_no_block_give_up_what_became_idle():
+    """After an end fewer blocks are empty than the scheduler keeps, and its next plan mends that."""
+    state = scheduler.init(SchedulerConfig(4, 8, 64, 6, 60, empty_blocks=3))
+    hashes = tuple([content("a", block) for block in range(4)])
+    state = scheduler.submit(state, Request("a", 16, 2, hashes=hashes))
+    state = scheduler.submit(state, Request("b", 9, 12))
+    for _ in range(2):
+        state, _, _ = one_step(state, FCFS, shares=False)
+    assert [seq.request_id for seq in state.running.seqs] == ["b"]
+    assert state.pool.num_free - len(state.pool.idle) < 3
+    expected = state
+    for steps in range(1, decode_spans.steps_ahead(state) + 1):
+        expected, _, _ = one_step(expected, FCFS, shares=False)
+        assert decode_spans.after_decodes(state, steps)[0] == expected, steps

@@ -380,7 +380,7 @@ def test_a_long_context_in_parts():
 
 
 @interpreted
-def test_the_longest_row_of_a_decode_comes_first():
+def test_rows_are_sorted_by_their_lengths_the_longest_first():
     from pallas_kernels.paged_attention.pallas_gpu.decode import longest_first
 
     rows = longest_first(jnp.array([3, 9, 0, 9, 1], jnp.int32))

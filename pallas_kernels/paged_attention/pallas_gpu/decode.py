@@ -1,6 +1,6 @@
 """Decode attention over pages, one query token a row or a few: Pallas, Mosaic GPU, Hopper.
 
-    grid       (part of the context, row, key head); the row with the longest context comes first
+    grid       (part of the context, row, key head)
     producer   a warpgroup that copies pages into a ring of tiles, each of `tile` context tokens,
                keys and values
     consumer   a warpgroup that computes the tiles in turn: an online softmax (FlashAttention, Dao
@@ -16,10 +16,9 @@ columns, not 64 rows. A page is read once for all columns. A tile is masked only
 not see all of it.
 
 With more blocks of threads than fit on the device, a long row that begins last is waited for by the
-whole device. So the rows of a decode are in the order of their lengths, and the heads of a row
-follow one another: longest processing time first (Graham 1969). If a block takes time in
-proportion to its context, contexts of 100 to 1,107 tokens and four key heads in 264 places, 256
-rows then end 2 % behind the time of perfect balance, and 28 % in any order. No GPU has measured it.
+whole device. So the rows of such a decode are in the order of their lengths, the longest first, and
+the heads of a row follow one another: longest processing time first (Graham 1969). No GPU has
+measured it.
 
 A long context of few rows is split over the grid (Flash-Decoding): each part writes its normalised
 sum and the log of its weights, and XLA merges them. A context that is not split, of one query
@@ -142,7 +141,8 @@ def _decode(
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
     is_short = bool(rows_and_counts)
     is_one_part = parts == 1 and not is_short  # the result needs no merge
-    orders = (longest_first(seq_lens),) if is_one_part else ()  # more parts fit at once
+    fits_at_once = b * heads <= 2 * tiles.multiprocessors
+    orders = () if not is_one_part or fits_at_once else (longest_first(seq_lens),)
     sink_arrays = []
     if sinks is not None:  # the first part of a context has them, so each counts once
         of_columns = sinks_of_queries(sinks, heads, queries, columns)
@@ -157,7 +157,7 @@ def _decode(
         scratch = refs[first_scratch:]
         q_s, k_s, v_s, p_s, *results_s, q_full, k_full, v_full, k_free, v_free = scratch
         part, place, head = (lax.axis_index(name) for name in ("part", "row", "head"))
-        row = refs[0][place] if is_one_part else place
+        row = refs[0][place] if orders else place
         length = lengths[row]
         nearest = length - (1 if counts is None else counts[row])  # the first query in its context
         earliest = jnp.int32(0) if window is None else lax.max(nearest + 1 - window, 0)
