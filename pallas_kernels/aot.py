@@ -6,8 +6,8 @@
 
 For a GPU it needs JAX 0.11 with its CUDA plugin (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, of the same
 version as JAX) and ptxas, on the PATH or from the package nvidia-cuda-nvcc. Nothing runs: XLA and Mosaic GPU compile
-for the named chip down to machine code. The exit status is 1 if a kernel does not compile or spills registers to
-memory.
+for the named chip down to machine code. The exit status is 1 if a kernel does not compile, spills registers to memory,
+or has products (WGMMA) that ptxas lets wait for each other.
 """
 
 from __future__ import annotations
@@ -99,14 +99,15 @@ class Case:
         import jax
         import jax.numpy as jnp
 
-        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode, latents
+        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode, latents, overlapped
         from pallas_kernels.paged_attention.pallas_gpu.implementation import LATENT
 
         rows = 1 if self.parts else 64
         heads = 1 if self.kernel == "latents" else 8
         pages = 1024
         blocks = 32768 // self.block_size
-        t = 2048 if self.kernel == "chunks" else rows
+        is_prompt = self.kernel in ("chunks", "overlapped")
+        t = 2048 if is_prompt else rows
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         is_short = self.queries > 1
         tokens = (t, self.queries) if is_short else (t,)
@@ -116,12 +117,14 @@ class Case:
         if self.kernel == "latents":
             call = partial(latents.attend, rank=LATENT[0], scale=0.07, tiles=tiles, **options)
             return call, [q, cache, ints(rows, blocks), ints(rows), ints(rows)]
-        if self.kernel == "chunks":
-            call = chunks.chunks
+        row_arrays = [ints(rows)] * (3 if is_prompt or is_short else 1)
+        if self.kernel == "overlapped":
+            call = overlapped.chunks  # its tiles are its own
+        elif is_prompt:
+            call = partial(chunks.chunks, tiles=tiles)
         else:
-            call = decode.decode_short if is_short else decode.decode
-        row_arrays = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
-        bound = partial(call, scale=self.head_size**-0.5, tiles=tiles, **options)
+            call = partial(decode.decode_short if is_short else decode.decode, tiles=tiles)
+        bound = partial(call, scale=self.head_size**-0.5, **options)
         arrays = [q, cache, cache, ints(rows, blocks), *row_arrays]
         if not self.sinks:
             return bound, arrays
@@ -134,12 +137,14 @@ class Case:
 
     def memory(self, tiles: Tiles) -> tuple[int, int]:
         """Returns the bytes of shared memory that the kernel asks for, and the tiles in flight."""
-        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode, latents
+        from pallas_kernels.paged_attention.pallas_gpu import chunks, decode, latents, overlapped
         from pallas_kernels.paged_attention.pallas_gpu.implementation import LATENT
 
         d = self.head_size
         if self.kernel == "latents":
             return latents.shared_bytes(d, LATENT[0], self.group, itemsize=2), latents.STAGES
+        if self.kernel == "overlapped":
+            return overlapped.shared_bytes(d, itemsize=2), overlapped.stages_of(d)
         if self.kernel == "chunks":
             return chunks.shared_bytes(d, itemsize=2, tiles=tiles), tiles.chunk_stages
         shared = decode.shared_bytes(d, self.group, itemsize=2, tiles=tiles, queries=self.queries)
@@ -151,6 +156,7 @@ class Compiled(NamedTuple):
 
     registers: int  # of a thread
     spilled: int  # bytes of registers that are stored to memory and loaded again
+    serialised: bool  # a product waits for the one before, where the kernel lets them overlap
     shared: int  # bytes of shared memory that the kernel asks for
     stages: int  # tiles in flight
     seconds: float  # of compiling
@@ -159,7 +165,7 @@ class Compiled(NamedTuple):
 # 64 query heads with a sink each, and a window in every other layer
 GPT_OSS = tuple(
     Case(kernel, 64, 16, 8, options=(("window", 128),), sinks=True)
-    for kernel in ("decode", "chunks")
+    for kernel in ("decode", "chunks", "overlapped")
 )
 
 
@@ -177,7 +183,7 @@ def cases() -> Iterator[Case | Product]:
     )
     from pallas_kernels.paged_attention.rows import SHORT
 
-    for kernel in ("decode", "chunks"):
+    for kernel in ("decode", "chunks", "overlapped"):
         for d in HEAD_SIZES:
             for s in BLOCK_SIZES:
                 yield Case(kernel, d, s, 4)
@@ -239,8 +245,9 @@ def compile_case(case: Case | Product, target: Target, tiles: Tiles) -> Compiled
     return Compiled(*read_ptxas(printed()), *case.memory(tiles), seconds)
 
 
-def read_ptxas(text: str) -> tuple[int, int]:
-    """Returns (registers a thread, bytes spilled) of the Mosaic kernel in ptxas's report.
+def read_ptxas(text: str) -> tuple[int, int, bool]:
+    """Returns (registers a thread, bytes spilled, whether products are serialised) of the Mosaic
+    kernel in ptxas's report.
 
     Raises:
         ValueError: the report has no such kernel.
@@ -256,7 +263,9 @@ def read_ptxas(text: str) -> tuple[int, int]:
             "ptxas reported no kernel; is this JAX's Mosaic GPU? what was printed: " + text[-500:]
         )
     stores, loads, registers = map(int, numbers.groups())
-    return registers, stores + loads
+    # C7510 to C7519 say so, each with another reason
+    serialised = "wgmma.mma_async instructions are serialized" in text
+    return registers, stores + loads, serialised
 
 
 @contextmanager
@@ -331,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument(
         "--only",
-        choices=("decode", "chunks", "latents", "product"),
+        choices=("decode", "chunks", "overlapped", "latents", "product"),
         help="one kernel, of those for GPUs",
     )
     parser.add_argument(
@@ -384,7 +393,7 @@ def quick(programs: list[Case | Product]) -> list[Case | Product]:
 
 
 def report(case: Case | Product, target: Target, tiles: Tiles, as_json: bool) -> bool:
-    """Compiles a case and prints one line. Returns whether it compiled without spills."""
+    """Compiles a case and prints one line. Returns whether it compiled as it should."""
     line: dict[str, Any] = {"target": target.name, **dataclasses.asdict(case)}
     try:
         compiled = compile_case(case, target, tiles)
@@ -397,6 +406,8 @@ def report(case: Case | Product, target: Target, tiles: Tiles, as_json: bool) ->
             line["error"] = (
                 f"spills {compiled.spilled} bytes of registers to memory; use smaller tiles"
             )
+        elif compiled.serialised:
+            line["error"] = "ptxas lets each product (WGMMA) wait for the one before"
     if as_json:
         print(json.dumps(line), flush=True)
     elif "registers" in line:

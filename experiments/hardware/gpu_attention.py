@@ -3,6 +3,7 @@ checks that they are right.
 
     python -m experiments.hardware.gpu_attention --json results.json
     python -m experiments.hardware.gpu_attention --quick          # one or two shapes of each kernel
+    python -m experiments.hardware.gpu_attention --prompts --contenders pallas_gpu pallas_gpu_overlapped "cudnn, contiguous"
     python -m experiments.hardware.gpu_attention --rehearse       # the same program on a CPU: plain XLA, tiny shapes
 
 1. Limits of the card: bytes/s of a copy (read + written) and of reading, and FLOP/s of a bfloat16 product of 8192 x
@@ -11,6 +12,9 @@ checks that they are right.
    tokens, which are decodes with drafts to verify. Their time is divided by that of a decode with the same numbers of
    rows and context tokens.
 3. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
+
+The kernel "pallas_gpu_overlapped", which no GPU has run, is timed by name only: if it hangs, it takes
+no other time with it.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
 `jax.nn.dot_product_attention` and JAX's Mosaic GPU attention on contiguous keys, and torch's
@@ -118,6 +122,7 @@ def limits(numbers: int = 1 << 30, side: int = 8192) -> dict[str, float]:
 
 
 KERNELS = ("pallas_gpu",)
+OVERLAPPED = pallas_gpu.OVERLAPPED.name
 TORCH = "torch sdpa, contiguous"
 
 
@@ -232,6 +237,8 @@ def contenders(shape: Shape) -> dict[str, Callable[[], Contender]]:
     decode = shape.queries == 1
     square = causal_from_first_key(shape)
     makers = {name: partial(paged, name, shape) for name in ("pallas_gpu", "xla")}
+    if not is_decode(shape):  # whose kernels are those of "pallas_gpu"
+        makers[OVERLAPPED] = partial(paged, OVERLAPPED, shape)
     if decode or square:
         makers["cudnn, contiguous"] = partial(cudnn, shape)
     if decode:
@@ -294,7 +301,8 @@ def compile_rows(
     Nothing is timed meanwhile, because XLA tries programs on the GPU.
 
     Args:
-        names: the names of the contenders; None: the kernels, and at the shapes of COMPARED all.
+        names: the names of the contenders; None: the kernels, and at the shapes of COMPARED all but
+            OVERLAPPED.
     """
 
     def compile_row(shape: Shape, name: str, make: Callable[[], Contender] | None) -> Row:
@@ -314,7 +322,7 @@ def compile_rows(
             makers: dict[str, Any] = contenders(shape)
             if with_torch and (shape.queries == 1 or causal_from_first_key(shape)):
                 makers[TORCH] = None
-            chosen = names or (makers if shape in COMPARED else KERNELS)
+            chosen = names or (makers.keys() - {OVERLAPPED} if shape in COMPARED else KERNELS)
             for name, make in makers.items():
                 if name in chosen:
                     futures.append(pool.submit(compile_row, shape, name, make))
@@ -371,6 +379,7 @@ def versions() -> dict[str, Any]:
 def gpu_attention_parser() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, model=False)
     parser.add_argument("--quick", action="store_true", help="one or two shapes of each kernel")
+    parser.add_argument("--prompts", action="store_true", help="no decodes and no rows with drafts")
     parser.add_argument(
         "--contenders", nargs="+", help="only these, such as pallas_gpu", metavar="NAME"
     )
@@ -410,6 +419,8 @@ def main() -> int:
         shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]]
     else:
         shapes = [*DECODES, *VERIFIED, *CHUNKS]
+    if args.prompts:
+        shapes = [shape for shape in shapes if not is_decode(shape)]
     start = time.perf_counter()
     names = ["xla"] if args.rehearse else args.contenders
     programs = compile_rows(shapes, names, not args.no_torch)

@@ -2,6 +2,7 @@
 
     python -m experiments.hardware.gpu_numerics --json numerics.json
     python -m experiments.hardware.gpu_numerics --every 7      # a seventh of the shapes
+    python -m experiments.hardware.gpu_numerics --impl pallas_gpu_overlapped
     python -m experiments.hardware.gpu_numerics --rehearse     # two shapes, interpreted on a CPU; needs JAX 0.11 too
 
 Every head size and block size with 5 group sizes is one ragged batch of decodes, short rows and
@@ -30,6 +31,7 @@ import numpy as np
 
 from experiments.bench.harness import at_least_1, bench_parser, write_report
 from experiments.hardware.processes import results
+from pallas_kernels.interpreted import interpreted
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.shared.device import device_kind
@@ -221,6 +223,11 @@ def errors(case: Case, heads: int = 2, impl: Any = None) -> dict[str, float]:
     return errors_of_batch(case, batch_of(case, heads), kernels_of)
 
 
+def errors_of_overlapped(case: Case) -> dict[str, float]:
+    """As `errors`, with the other kernel for prompts."""
+    return errors(case, impl=partial(paged_attention, impl=pallas_gpu.OVERLAPPED))
+
+
 def errors_of_batch(case: Case, batch: Batch, kernels_of: Kernels) -> dict[str, float]:
     """The largest error of each kind of row over the largest value; infinite if not finite."""
     outputs = outputs_by_row(case, batch, kernels_of)
@@ -293,10 +300,7 @@ def interpret_case(
     case: Case, errors_of: Callable[[Case], dict[str, float]] | None = None
 ) -> dict[str, Any]:
     """Check a case on a CPU, with interpreted kernels. Returns the report of `check_case`."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    newer: Any = plgpu  # JAX 0.10 has no interpretation
-    with newer.force_gpu_interpret_mode(newer.InterpretGPUParams()):
+    with interpreted():
         return check_case(case, anywhere=True, errors_of=errors_of)
 
 
@@ -321,8 +325,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--every", type=at_least_1, default=1, metavar="N", help="check one shape of N"
     )
+    parser.add_argument(
+        "--impl",
+        choices=("pallas_gpu", "pallas_gpu_overlapped"),
+        default="pallas_gpu",
+        help="the implementation of attention; they differ in prompts",
+    )
     args = parser.parse_args(argv)
     check = interpret_case if args.rehearse else check_case
+    if args.impl == pallas_gpu.OVERLAPPED.name:
+        check = partial(check, errors_of=errors_of_overlapped)
     return run_checks(args, REHEARSED if args.rehearse else list(cases(args.every)), check)
 
 

@@ -12,6 +12,8 @@
     kernels   experiments.hardware.gpu_attention: how fast are the kernels, beside alternatives?
     engine    experiments.hardware.gpu_engine: a Llama of random weights in the engine, and what its
               steps consist of
+    overlapped  gpu_numerics of the other kernel for prompts, `pallas_gpu_overlapped`: is it right?
+    prompts   gpu_attention of prompts alone: that kernel beside `pallas_gpu` and cuDNN
     goldens   experiments.hardware.gpu_goldens: a real model against transformers
     predict   experiments.hardware.gpu_prediction: study 010, a simulation against measured runs
     peers     experiments.hardware.gpu_peers: the engine's requests in a plain loop with CUDA
@@ -63,6 +65,8 @@ LIMITS = {
     "tune": 60,
     "kernels": 110,
     "engine": 240,
+    "overlapped": 60,
+    "prompts": 60,
     "goldens": 60,
     "predict": 120,
     "peers": 150,
@@ -70,6 +74,7 @@ LIMITS = {
     "latents": 60,
 }
 PARTS = tuple(LIMITS)
+OVERLAPPED = pallas_gpu.OVERLAPPED.name
 REMEDY = "use Python 3.12 or newer, where pip installs it"
 MIN_SECONDS = 20.0  # seconds; with less time left, no part is started
 GRACE = 10.0  # seconds that a part has, after its own limit, to write what it found
@@ -101,7 +106,7 @@ def parts(
 
     time_limits = {
         part_name: ("--seconds", f"{max(limits[part_name] - GRACE, 1):g}")
-        for part_name in ("right", "goldens", "peers", "latents")
+        for part_name in ("right", "overlapped", "goldens", "peers", "latents")
     }
     # plain XLA's engines take minutes on a GPU
     impls = () if rehearse else ("--impls", "pallas_gpu")
@@ -112,6 +117,22 @@ def parts(
         part("tune", "pallas_kernels.tune", "--name", name),
         part("kernels", "experiments.hardware.gpu_attention"),
         part("engine", "experiments.hardware.gpu_engine"),
+        part(
+            "overlapped",
+            "experiments.hardware.gpu_numerics",
+            "--impl",
+            OVERLAPPED,
+            "--every",
+            "3",
+            *time_limits["overlapped"],
+        ),
+        part(
+            "prompts",
+            "experiments.hardware.gpu_attention",
+            "--prompts",
+            "--contenders",
+            *("pallas_gpu", OVERLAPPED, "cudnn, contiguous"),
+        ),
         part(
             "goldens",
             "experiments.hardware.gpu_goldens",

@@ -64,7 +64,9 @@ Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy", "background"]
 DraftMethod = Literal["ngram", "suffix", "draft", "eagle"]
 AcceptanceRule = Literal["strict", "rejection"]
-AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
+AttentionImpl = Literal[
+    "xla", "cpu", "pallas_tpu", "pallas_gpu", "pallas_gpu_overlapped", "reference"
+]
 LinearImpl = Literal["reference", "xla", "cpu", "cpu_int8", "pallas_gpu", "pallas_tpu"]
 StateImpl = Literal["xla", "pallas_tpu"]
 

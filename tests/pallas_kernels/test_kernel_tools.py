@@ -67,9 +67,17 @@ def test_a_kernel_on_a_mesh_finds_the_kind_of_its_device():
     assert device_kind() == jax.devices()[0].device_kind
 
 
-def test_registers_and_spills_are_read_from_the_report_of_ptxas():
-    assert aot.read_ptxas(REPORT.format(stores=0, loads=0)) == (93, 0)
-    assert aot.read_ptxas(REPORT.format(stores=8, loads=12)) == (93, 20)
+SERIALISED = """ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are
+ serialized due to non wgmma instructions defining input registers of a wgmma between start and end
+ of the pipeline stage in the function 'body_mosaic_gpu_kernel'
+""".replace("\n ", " ")
+
+
+def test_registers_spills_and_serialised_products_are_read_from_the_report_of_ptxas():
+    report = REPORT.format(stores=0, loads=0)
+    assert aot.read_ptxas(report) == (93, 0, False)
+    assert aot.read_ptxas(SERIALISED + report) == (93, 0, True)
+    assert aot.read_ptxas(REPORT.format(stores=8, loads=12)) == (93, 20, False)
     with refused("ptxas reported no kernel"):
         aot.read_ptxas("ptxas info    : 0 bytes gmem")
 
@@ -77,7 +85,7 @@ def test_registers_and_spills_are_read_from_the_report_of_ptxas():
 def test_every_supported_gpu_shape_is_compiled():
     cases = list(aot.cases())
     assert len(set(cases)) == len(cases)
-    for kernel in ("decode", "chunks"):
+    for kernel in ("decode", "chunks", "overlapped"):
         kernel_cases = [case for case in cases if case.kernel == kernel]
         assert {(c.head_size, c.block_size) for c in kernel_cases} == {
             (d, s) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES
@@ -91,6 +99,22 @@ def test_every_supported_gpu_shape_is_compiled():
     assert {case.dtype for case in latents} == set(pallas_gpu.DTYPES)
     assert {case.head_size for case in latents} == {pallas_gpu.LATENT[1]}
     assert {*aot.GPT_OSS, latents[0]} <= set(aot.quick(cases))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({}, None),
+        ({"spilled": 8}, "spills 8 bytes of registers to memory; use smaller tiles"),
+        ({"serialised": True}, "ptxas lets each product (WGMMA) wait for the one before"),
+    ],
+)
+def test_a_kernel_that_spills_or_is_serialised_fails(change, error, capsys, monkeypatch):
+    good = aot.Compiled(93, 0, serialised=False, shared=1024, stages=2, seconds=1.0)
+    monkeypatch.setattr(aot, "compile_case", lambda *args: good._replace(**change))
+    case = aot.GPT_OSS[0]
+    assert aot.report(case, aot.TARGETS["h200"], Tiles.read("h200"), True) is (error is None)
+    assert json.loads(capsys.readouterr().out).get("error") == error
 
 
 @pytest.mark.parametrize(

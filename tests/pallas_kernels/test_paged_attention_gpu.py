@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.interpreted import interpreted
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.rows import SHORT, slot_queries, slots_of, with_results
@@ -33,7 +34,7 @@ from tests.pallas_kernels.test_paged_attention import (
 )
 from tests.refusals import refused
 
-interpreted = pytest.mark.skipif(
+needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="GPU interpret mode needs JAX 0.11"
 )
 SMALL = Tiles.read("h200")._replace(multiprocessors=1)  # nothing is split
@@ -94,12 +95,6 @@ MIXED = Case(
 )
 
 
-def interpret_mode(**options):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(**options))
-
-
 def assert_near(output: jax.Array, expected: np.ndarray) -> None:
     """Weights and results are rounded to 16 bits."""
     first = np.asarray(output, np.float32)[: len(expected)]
@@ -115,13 +110,20 @@ def assert_mixed(output: jax.Array, options: dict) -> None:
 
 
 def run(
-    case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = False, **options
+    case: Case,
+    *,
+    tiles: Tiles = SMALL,
+    order: int = 0,
+    shorts: bool = False,
+    overlapped: bool = False,
+    **options,
 ) -> np.ndarray:
     """Runs one kernel under race detection: that of decodes if all rows are, [B, N, D]; else that
-    of chunks or of short rows, [T, N, D]."""
+    of chunks, of overlapped chunks or of short rows, [T, N, D]."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
+    from pallas_kernels.paged_attention.pallas_gpu import overlapped as overlapped_kernel
 
     batch = case.batch(order)
     options = {"scale": case.d**-0.5, "window": None, "soft_cap": None, "tiles": tiles} | options
@@ -131,7 +133,7 @@ def run(
             batch.block_tables[row, :past] = 0
     q, *pages, first = map(jnp.asarray, batch.arguments)
     counts = jnp.diff(first)
-    with interpret_mode(detect_races=True):
+    with interpreted(detect_races=True):
         longest = max(count for count, _ in case.rows)
         if shorts and longest > 1:
             row_size = next(size for size in SHORT if longest <= size)
@@ -140,6 +142,9 @@ def run(
                 slot_queries(q, begin, row_size), *pages, row, number, **options
             )
             out = with_results(jnp.zeros_like(q), results, begin, number)
+        elif overlapped:
+            options.pop("tiles")  # it has its own
+            out = overlapped_kernel.chunks(q, *pages, first[:-1], counts, **options)
         elif longest <= 1:
             out = decode.decode(q[: len(case.rows)], *pages, **options)
         else:
@@ -149,8 +154,15 @@ def run(
     return output
 
 
-def check(case: Case, *, tiles: Tiles = SMALL, shorts: bool = False, **options) -> None:
-    output = run(case, tiles=tiles, shorts=shorts, **options)
+def check(
+    case: Case,
+    *,
+    tiles: Tiles = SMALL,
+    shorts: bool = False,
+    overlapped: bool = False,
+    **options,
+) -> None:
+    output = run(case, tiles=tiles, shorts=shorts, overlapped=overlapped, **options)
     expected = case.expected(**options)
     # weights and results are rounded to this number of bits
     bits = {"bfloat16": 8, "float16": 11}[case.dtype]
@@ -186,7 +198,7 @@ OFTEN = [(64, 8, 3), (64, 128, 16), (128, 16, 4), (128, 128, 1)]
 # --- what they compute ----------------------------------------------------------------------------
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("d", "s", "group"), [*OFTEN, *(slow(*shape) for shape in EVERY if shape not in OFTEN)]
 )
@@ -194,7 +206,7 @@ def test_decodes_of_contexts_around_a_block_border(d, s, group):
     check(Case(decodes(s, 300), d=d, s=s, group=group, seed=s))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("d", "s", "group"), [*OFTEN, *(slow(*shape) for shape in EVERY if shape not in OFTEN)]
 )
@@ -206,7 +218,7 @@ def test_chunks_of_contexts_around_a_block_border(d, s, group):
 OFTEN_SHORT = [(64, 8, 3, 8), (128, 16, 4, 4)]
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("d", "s", "group", "longest"),
     [
@@ -229,7 +241,7 @@ def test_short_rows_of_contexts_around_a_block_border(d, s, group, longest):
     check(Case(short_rows(s, longest, 200), d=d, s=s, group=group, seed=s), shorts=True)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     "options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 70, "soft_cap": 3.0}]
 )
@@ -237,7 +249,7 @@ def test_windows_and_caps_of_short_rows(options):
     check(Case(short_rows(16, 8, 200), group=2), shorts=True, **options)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("options", [slow({}), {"window": 100}])
 def test_a_long_context_of_short_rows_in_parts(options):
     tiles = SMALL._replace(multiprocessors=8, min_split=64)
@@ -245,13 +257,13 @@ def test_a_long_context_of_short_rows_in_parts(options):
     check(case, tiles=tiles, shorts=True, **options)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.slow
 def test_short_rows_of_thousands_of_tokens():
     check(Case([(8, 3001), (5, 2048)], d=128, s=64, group=4), shorts=True)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("row", "group"), [((2, 40), 4), slow((3, 3), 4), slow((4, 33), 16), slow((7, 70), 16)]
 )
@@ -262,12 +274,12 @@ def test_a_call_of_one_short_row_and_padding_rows(row, group):
     case = Case([row, *[(0, 0)] * (row[0] - 1)], group=group)
     arguments = case.arguments()
     arguments[0] = arguments[0][: row[0]]  # without padding tokens
-    with interpret_mode():
+    with interpreted():
         output = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu")
     assert_near(output, case.expected()[: row[0]])
 
 
-@interpreted
+@needs_interpreter
 def test_results_have_the_type_of_the_queries():
     q, *pages = Case([(2, 5), (1, 3)]).arguments()
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -275,19 +287,19 @@ def test_results_have_the_type_of_the_queries():
         chex.assert_type(jax.eval_shape(call, q.astype(dtype), *pages), dtype)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("group", [1, 7, 16])
 def test_a_batch_smaller_than_the_load_of_a_chunk(group):
     check(Case([(2, 20), (3, 3)], group=group))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("rows", [decodes(16, 100), [(3, 40), (20, 20)]], ids=["decodes", "chunks"])
 def test_several_key_heads_in_float16(rows):
     check(Case(rows, heads=3, group=3, dtype="float16"))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     "rows", [decodes(16, 200), [(40, 200), (2, 90)]], ids=["decodes", "chunks"]
 )
@@ -306,7 +318,7 @@ def sinks_of(case: Case) -> np.ndarray:
     return np.resize(SINKS, case.heads * case.group)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("options", [{}, slow({"window": 70, "soft_cap": 3.0})])
 @pytest.mark.parametrize(
     "rows",
@@ -319,7 +331,7 @@ def test_sinks(rows, options):
     check(case, shorts=max(rows) < (9, 0), sinks=sinks_of(case), **options)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("options", [{}, slow({"window": 100})])
 @pytest.mark.parametrize(
     "rows",
@@ -335,7 +347,7 @@ def test_sinks_count_once_in_a_context_in_parts(rows, options):
     assert np.abs(four_times - once).max() > 0.1, "sinks in every part would not be detected"
 
 
-@interpreted
+@needs_interpreter
 def test_a_program_without_sinks_has_no_operand_for_them():
     case = Case([(1, 5), (9, 9)], heads=2)
     call = partial(pallas_gpu.paged_attention, scale=0.125, tiles=SMALL)
@@ -348,7 +360,7 @@ def test_a_program_without_sinks_has_no_operand_for_them():
         assert shape not in without
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("late", range(2))
 def test_a_warpgroup_that_is_late_finds_every_phase_of_a_barrier(late, monkeypatch):
     """A warpgroup that is ahead must not complete a phase that another one has not seen."""
@@ -368,7 +380,7 @@ def test_a_warpgroup_that_is_late_finds_every_phase_of_a_barrier(late, monkeypat
     check(Case([(32, 200)], group=2), window=70)
 
 
-@interpreted
+@needs_interpreter
 def test_a_long_context_in_parts():
     tiles = SMALL._replace(multiprocessors=8, min_split=64)
     case = Case([(1, 700), (1, 0), (1, 65), (1, 1)], d=128, group=4)
@@ -379,7 +391,7 @@ def test_a_long_context_in_parts():
     check(case, tiles=tiles, window=100)
 
 
-@interpreted
+@needs_interpreter
 def test_rows_are_sorted_by_their_lengths_the_longest_first():
     from pallas_kernels.paged_attention.pallas_gpu.decode import longest_first
 
@@ -387,20 +399,20 @@ def test_rows_are_sorted_by_their_lengths_the_longest_first():
     chex.assert_trees_all_equal(rows, jnp.array([1, 3, 0, 4, 2], jnp.int32))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
 def test_order_of_pages_changes_no_bit(rows):
     case = Case(rows)
     chex.assert_trees_all_equal(run(case, order=0), run(case, order=1))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
 def test_content_of_unowned_slots_changes_no_bit(rows):
     chex.assert_trees_all_equal(run(Case(rows)), run(Case(rows, poison=0.0)))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     "options",
     [{}, {"window": 20, "soft_cap": 2.0, "sinks": np.resize(SINKS, 6)}],
@@ -408,12 +420,12 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
 )
 def test_a_mixed_batch_keeps_the_contract(options):
     arguments = MIXED.arguments()
-    with interpret_mode():
+    with interpreted():
         output = paged_attention(*arguments, scale=MIXED.d**-0.5, impl="pallas_gpu", **options)
     assert_mixed(output, options)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("family", ["llama", slow("gpt_oss")])
 def test_an_engine_gives_the_same_tokens_through_them(family, tmp_path, monkeypatch):
     """A small random model: chunks of prompts beside decodes, three sequences. GPT-OSS has sinks,
@@ -443,7 +455,7 @@ def test_an_engine_gives_the_same_tokens_through_them(family, tmp_path, monkeypa
     expected = greedy(model, prompts, 2, "xla", **config)
     accepts = IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **sizes: "")
     monkeypatch.setitem(IMPLS, "pallas_gpu", accepts)
-    with interpret_mode():
+    with interpreted():
         assert greedy(model, prompts, 2, "pallas_gpu", **config) == expected
 
 
@@ -452,7 +464,7 @@ def test_an_engine_gives_the_same_tokens_through_them(family, tmp_path, monkeypa
 SHORT_ROWS = short_rows(16, 8, 300, 700)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     "rows",
     [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)],
@@ -466,7 +478,7 @@ def test_the_checks_detect_a_missing_commit(rows, monkeypatch):
         check(Case(rows), shorts=rows == SHORT_ROWS)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("rows", "place"),
     [
@@ -505,7 +517,7 @@ def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
 # --- limits ---------------------------------------------------------------------------------------
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -521,24 +533,24 @@ def test_unsupported_shapes_raise_with_the_reason(change, message):
         paged_attention(*case.arguments(), scale=1.0, impl="pallas_gpu")
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("min_split", [1 << 30, 16], ids=["whole", "in parts"])
 def test_a_call_of_decodes_alone_is_right(min_split):
     """With padding rows behind the others, whose results are zeros."""
     case = Case([(1, 5), (1, 40), (1, 16), (0, 0)], group=3)
     q, *pages, _ = case.arguments()
     tiles = SMALL._replace(min_split=min_split, multiprocessors=8)
-    with interpret_mode():
+    with interpreted():
         output = pallas_gpu.paged_attention(q[:4], *pages, None, scale=case.d**-0.5, tiles=tiles)
     chex.assert_shape(output, (4, 3, 64))
     assert_near(output, case.expected()[:4])
     assert not output[3].any()
 
 
-@interpreted
+@needs_interpreter
 def test_rows_of_a_few_tokens_can_be_chunks():
     case = Case([(1, 9), (3, 20), (6, 6), (12, 30)])
-    with interpret_mode():
+    with interpreted():
         output = pallas_gpu.paged_attention(
             *case.arguments(), scale=case.d**-0.5, tiles=SMALL, short_rows=False
         )

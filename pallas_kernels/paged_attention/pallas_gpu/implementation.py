@@ -1,10 +1,11 @@
-"""Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two Pallas kernels.
+"""Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): Pallas kernels.
 
 Mosaic GPU compiles them. A row with one query token goes to `decode.py`. So does a short row, of 2
-to 4 or of 5 to 8 query tokens, with more columns. All other rows go to `chunks.py`. Every call runs
-all programs that its tokens can need, because only the device knows the rows' lengths. A call
-without cu_q_lens has only decodes, and runs only the decode kernel. All kernels read pages in
-place, multiply numbers of 16 bits and add in float32.
+to 4 or of 5 to 8 query tokens, with more columns. All other rows go to `chunks.py`, or to
+`overlapped.py` by the implementation OVERLAPPED, which no GPU has run. Every call runs all programs
+that its tokens can need, because only the device knows the rows' lengths. A call without cu_q_lens
+has only decodes, and runs only the decode kernel. All kernels read pages in place, multiply numbers
+of 16 bits and add in float32.
 
 Latents have a kernel of their own, `latents.py`, for single query tokens. The tokens of longer rows
 are computed by it one by one. Rows of at least `Latent.expands_from` tokens, of the model, are
@@ -13,6 +14,7 @@ computed by `expanded.py` instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,6 +55,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     short_rows: bool = True,
+    overlapped: bool = False,
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`. NaN in pages and slots outside all contexts does not spread.
@@ -64,6 +67,7 @@ def paged_attention(
         short_rows: True: rows of 2 to 8 tokens have programs of their own, which run in every mixed
             step. False: these rows are chunks. Without drafts to verify such rows are rare: they
             are the ends of prompts.
+        overlapped: chunks are computed by `overlapped.py`.
         tiles: sizes of the kernels; None takes those of the device.
 
     Raises:
@@ -78,9 +82,10 @@ def paged_attention(
             f"and they are {k_pages.dtype} and {v_pages.dtype}"
         )
     if reason:
-        raise ValueError(f"impl 'pallas_gpu' {reason}; impl 'xla' has no such limit")
+        name = OVERLAPPED.name if overlapped else IMPLEMENTATION.name
+        raise ValueError(f"impl {name!r} {reason}; impl 'xla' has no such limit")
 
-    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode  # they import Mosaic GPU
+    from pallas_kernels.paged_attention.pallas_gpu import decode  # it imports Mosaic GPU
 
     tiles = tiles or Tiles.of(device_kind())
     pages = (k_pages, v_pages, block_tables)
@@ -98,7 +103,8 @@ def paged_attention(
     longest = max((size for _, size in shorts), default=1)
     if t > longest:
         chunk_lens = jnp.where(q_lens <= longest, 0, q_lens)
-        out = chunks.chunks(q, *pages, seq_lens, first, chunk_lens, tiles=tiles, **options)
+        attend_chunks = _chunk_kernel(overlapped, tiles)
+        out = attend_chunks(q, *pages, seq_lens, first, chunk_lens, **options)
     for fewest, size in shorts:
         chosen = (q_lens >= fewest) & (q_lens <= size)
         row, begin, number = slots_of(chosen, cu_q_lens, min(len(seq_lens), t // fewest))
@@ -108,6 +114,17 @@ def paged_attention(
         )
         out = with_results(out, results, begin, number)
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
+
+
+def _chunk_kernel(overlapped: bool, tiles: Tiles) -> Callable[..., jax.Array]:
+    """Returns the function that computes chunks. Its module imports Mosaic GPU."""
+    if overlapped:
+        from pallas_kernels.paged_attention.pallas_gpu.overlapped import chunks
+
+        return chunks
+    from pallas_kernels.paged_attention.pallas_gpu.chunks import chunks
+
+    return partial(chunks, tiles=tiles)
 
 
 def latent_attention(
@@ -241,4 +258,12 @@ IMPLEMENTATION = Implementation(
     latents=Latents(latent_attention, latent_obstacle, lambda numbers: numbers),
     decodes_alone=True,
     takes_sinks=True,
+)
+# It is the same implementation but for prompts, whose kernel no GPU has run. Latents have no such
+# kernel, and so are refused.
+OVERLAPPED = IMPLEMENTATION._replace(
+    name="pallas_gpu_overlapped",
+    attend=partial(paged_attention, overlapped=True),
+    without_drafts=partial(paged_attention, short_rows=False, overlapped=True),
+    latents=None,
 )
