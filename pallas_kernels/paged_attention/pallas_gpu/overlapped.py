@@ -210,12 +210,14 @@ def chunks(
         def fetch_all():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             for run in range(GROUPS):
-                _, start = run_of(fetched, run)
-                for g in range(group):
-                    queries = q_ref.at[pl.ds(start, tokens), head * group + g]
-                    plgpu.copy_gmem_to_smem(
-                        queries, io_s.at[run, pl.ds(g * tokens, tokens)], q_full.at[run]
-                    )
+                _, first_token = run_of(fetched, run)
+
+                def fetch_queries(g, _, run=run, first_token=first_token):
+                    queries = q_ref.at[pl.ds(first_token, tokens), head * group + g]
+                    into = io_s.at[run, pl.ds(g * tokens, tokens)]
+                    plgpu.copy_gmem_to_smem(queries, into, q_full.at[run])
+
+                lax.fori_loop(0, group, fetch_queries, None)
             rows = tile // of_tile  # of a page
             begin = fetched.tile[item]
             count = fetched.tiles[item]
