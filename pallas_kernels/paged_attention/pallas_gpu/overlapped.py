@@ -33,7 +33,6 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
     clear_outside,
     copies,
     first_tops,
-    index_along,
     page_ids,
     sinks_of_queries,
     swizzled_memory,
@@ -299,15 +298,16 @@ def chunks(
 
                 def masked(x, i):
                     run_begin, load_begin = run_of(items, group_id)
-                    token = lax.rem(index_along(x.shape, 0), jnp.int32(tokens))
+                    token = lax.rem(_indices(LANES, 1), jnp.int32(tokens))
                     # the query's place, counted from the tile's first token
                     query = token + (nearest + load_begin - run_begin - (begin + i) * tile)
                     # A key's place is that of its group of 8, which is a constant for each
                     # register, and the rest, of which a thread has two. As one number it would be
                     # kept in a register for each key.
-                    key = index_along(x.shape, 1)
-                    place = key & -8
-                    last = query - (key & 7)
+                    key = _indices(tile, 0)
+                    place = lax.broadcast_in_dim(key & -8, x.shape, [1])
+                    rest = lax.broadcast_in_dim(key & 7, x.shape, [1])
+                    last = lax.broadcast_in_dim(query, x.shape, [0]) - rest
                     visible = place <= last
                     if window is not None:
                         visible &= place > last - window
@@ -441,6 +441,13 @@ def chunks(
     )
     results = kernel(q, k_pages, v_pages, block_tables, items_array, items_array, *sink_arrays)
     return results[:t].astype(query_dtype)
+
+
+def _indices(size: int, axis: int):
+    """Returns int32 [size], from 0, of the rows (1) or columns (0) of a product: what a sum over
+    the axis leaves. Of two dimensions, each number would have indices of its own.
+    """
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=WGMMA.reduce(axis))
 
 
 def _folded(p):
