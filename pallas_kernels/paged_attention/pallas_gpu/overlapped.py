@@ -275,6 +275,8 @@ def chunks(
             count = items.tiles[item]
             # the run's first token in its context
             nearest = items.position[item] + group_id * tokens
+            run_begin, load_begin = run_of(items, group_id)
+            run_tokens = lax.clamp(0, items.number[item] - group_id * tokens, tokens)
             # the item's tiles that the run sees; of them, those that all its queries see
             own = lax.clamp(1, pl.cdiv(nearest + tokens, tile) - begin, count)
             whole_end = lax.clamp(1, lax.div(nearest + 1, tile) - begin, own)
@@ -297,7 +299,6 @@ def chunks(
                     plgpu.wgmma(scores, queries, k_s.at[slot].transpose((1, 0)))
 
                 def masked(x, i):
-                    run_begin, load_begin = run_of(items, group_id)
                     token = lax.rem(_indices(LANES, 1), jnp.int32(tokens))
                     # the query's place, counted from the tile's first token
                     query = token + (nearest + load_begin - run_begin - (begin + i) * tile)
@@ -400,8 +401,6 @@ def chunks(
             io = io_s.at[group_id]
             io[...] = o.astype(dtype)
             plgpu.commit_smem()
-            run_begin, load_begin = run_of(items, group_id)
-            run_tokens = lax.clamp(0, items.number[item] - group_id * tokens, tokens)
 
             def store(g, _):
                 for size in (2**bit for bit in reversed(range(tokens.bit_length()))):
