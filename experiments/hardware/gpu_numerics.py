@@ -362,6 +362,10 @@ def run_checks(
             file=sys.stderr,
         )
         return 2
+    if args.rehearse:
+        # As many threads has JAX on a CPU, in the processes that check. A warpgroup that waits
+        # keeps one, and with two the warpgroups of a kernel wait for each other.
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     reports = []
     for report in check_all(chosen, args.processes, args.seconds, check):
         reports.append(report)

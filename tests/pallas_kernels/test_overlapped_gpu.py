@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_g
 from tests.pallas_kernels.test_paged_attention_gpu import (
     EVERY,
     MIXED,
+    OFTEN,
     Case,
     assert_mixed,
     check,
@@ -38,11 +39,12 @@ def test_a_chunk_behind_a_context():
 @pytest.mark.parametrize(
     ("d", "s", "group"),
     [
-        (64, 8, 3),
-        (64, 128, 16),
-        (128, 16, 4),
-        (128, 128, 1),
-        *(pytest.param(*shape, marks=pytest.mark.exhaustive) for shape in EVERY),
+        *OFTEN,
+        *(
+            pytest.param(*shape, marks=pytest.mark.exhaustive)
+            for shape in EVERY
+            if shape not in OFTEN
+        ),
     ],
 )
 def test_chunks_of_contexts_around_a_block_border(d, s, group):
