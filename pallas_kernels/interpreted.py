@@ -81,10 +81,11 @@ class _Products:
         trees = tuple(eqn.params[name] or jax.tree.structure([]) for name in names)
         of_sums, of_a, of_b = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
         sums_aval, a_aval, b_aval = (var.aval for var in eqn.invars[:3])
-        sums, of_sums = jaxpr_interpret.resolve_ref(sums_aval, sums, of_sums)
+        newer: Any = jaxpr_interpret  # JAX 0.10 has less
+        sums, of_sums = newer.resolve_ref(sums_aval, sums, of_sums)
         if _is_key(a_aval):
-            a, of_a = jaxpr_interpret.resolve_ref(a_aval, a, of_a)
-        b, of_b = jaxpr_interpret.resolve_ref(b_aval, b, of_b)
+            a, of_a = newer.resolve_ref(a_aval, a, of_a)
+        b, of_b = newer.resolve_ref(b_aval, b, of_b)
         multiply = partial(self._multiply, is_key=_is_key(a_aval), source=eqn.source_info)
         return _call(interpreter, multiply, token, sums, of_sums, a, of_a, b, of_b), []
 
@@ -134,19 +135,21 @@ def _call(interpreter: Any, function: Callable[..., Any], token: Any, *args: Any
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental import io_callback
 
-    token_shape = gpu_callbacks.TOKEN_SHAPE_DTYPE
+    newer: Any = gpu_callbacks  # JAX 0.10 has less
+    token_shape = newer.TOKEN_SHAPE_DTYPE
     shapes = token_shape if also is None else (token_shape, also)
-    guarded = gpu_callbacks.fail_on_exception(function)
+    guarded = newer.fail_on_exception(function)
     place = interpreter.mesh_location
     return io_callback(guarded, shapes, token, place, interpreter.thread, *args)
 
 
-def _access(place: Any, thread: Any, key: Any, transforms: Any, source: Any):
+def _access(place: Any, thread: Any, key: Any, transforms: Any, source: Any) -> tuple[Any, Any]:
     """Returns what a buffer holds, and a function that writes to it."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
-    memory = gpu_callbacks._get_shared_memory()
-    info = shared_memory.GPULoggingInfo(place, thread, source)
+    memory: Any = gpu_callbacks._get_shared_memory()
+    newer: Any = shared_memory  # JAX 0.10 has less
+    info = newer.GPULoggingInfo(place, thread, source)
     host_key = gpu_callbacks.HostAllocationKey.from_array(key)
     indices = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
     part = memory.access(host_key, indices)

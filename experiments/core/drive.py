@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from experiments.core import metrics, own_metrics
 from experiments.core.config import Experiment, Point, Replicas
@@ -145,8 +145,11 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
     ]
     sampling = dataclasses.replace(experiment.sampling, min_tokens=0)
     if sampling.prompt_logprobs is not None:  # whose programs are compiled at their first use
-        for shape in engine.runtime.shapes.prompt_steps:
-            _ = engine.runtime.prompt_programs[shape]
+        runtime: Any = cast(
+            "Any", engine
+        ).runtime  # of a real engine: a simulated one has no warm-up
+        for shape in runtime.shapes.prompt_steps:
+            _ = runtime.prompt_programs[shape]
     drive(engine, first, sampling)
 
 

@@ -20,7 +20,7 @@ are read; partly visible tiles are masked, in loops of their own.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -225,8 +225,9 @@ def chunks(
                 slot = slot_of(i)
                 start = (begin + i) * tile
                 # What an item says is read again for each tile: it takes no registers between.
-                row = fetched.row_length, fetched.row_earliest
-                is_unclean = tokens_outside(start, tile, *(ref[item] for ref in row), window)
+                row_length = fetched.row_length[item]
+                row_earliest = fetched.row_earliest[item]
+                is_unclean = tokens_outside(start, tile, row_length, row_earliest, window)
                 length = fetched.length[item]
 
                 def copy(kind, source, target, barrier):
@@ -258,8 +259,9 @@ def chunks(
                     for token in range(0, tile, 64):  # in parts for which it has registers
                         for column in range(0, d, 64):
                             part = v_s.at[slot, pl.ds(token, 64), pl.ds(column, 64)]
-                            outside = *(ref[item] for ref in row), window
-                            clear_outside(part, start + token, *outside)
+                            row_length = fetched.row_length[item]
+                            row_earliest = fetched.row_earliest[item]
+                            clear_outside(part, start + token, row_length, row_earliest, window)
                     for _ in range(of_tile):
                         plgpu.barrier_arrive(full.at[stages + slot])
 
@@ -384,7 +386,10 @@ def chunks(
             plgpu.commit_smem()
             pl.when(group_id == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             shapes = (LANES, tile), (LANES, d)
-            o, norm = pl.run_scoped(compute, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+            registers: Any = plgpu  # ACC is not exported by name
+            o, norm = pl.run_scoped(
+                compute, *(registers.ACC(shape, jnp.float32) for shape in shapes)
+            )
 
             def pass_over(i, _):  # a tile that only the other run sees
                 slot = slot_of(i)
