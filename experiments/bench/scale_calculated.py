@@ -80,7 +80,7 @@ def batch_bytes(sequences: int, longest: int) -> int:
     See `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`.
     """
     # numbers of each row
-    batch_fields = 8  # of `Batch`, from tokens to targets, without block_tables
+    batch_fields = 7  # of `Batch`, from tokens to sampled_row, without block_tables
     sampling_fields = 5  # of `SamplingBatch`, from temperature to prompt_len
     feature_fields = 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
     block_table = -(-longest // BLOCK)

@@ -447,6 +447,8 @@ configs = drawn_views.with_checkpoints(
         drawn_views.any_groups,
         st.booleans(),
         st.none(),
+        late_stops=st.booleans(),
+        empty_blocks=st.just(0),
     )
 )
 

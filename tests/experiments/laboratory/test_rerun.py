@@ -28,6 +28,7 @@ from tests.refusals import refused
 
 POLICY_NAMES = sorted(POLICIES)
 GOLDEN = Path("tests/viewer/goldens/run.jsonl")
+LATE = Path("tests/host/goldens/late.jsonl")
 
 
 def rerun_of(path: Path, **changed) -> tuple[rerun.Run, Path]:
@@ -76,9 +77,15 @@ def with_times(path: Path, seed: int) -> None:
 
 
 def recordings() -> list[Path]:
-    """The recordings among the files of the tests and of the results."""
+    """The recordings among the files of the tests and of the results, but for those with late stops,
+    which are not made again.
+    """
     files = [file for folder in ("tests", "experiments") for file in Path(folder).rglob("*.jsonl*")]
-    return [file for file in sorted(files) if file.open("rb").read(17) == b'{"pagedjax_replay']
+    return [file for file in sorted(files) if is_recording(file) and file != LATE]
+
+
+def is_recording(file: Path) -> bool:
+    return file.open("rb").read(17) == b'{"pagedjax_replay'
 
 
 @pytest.mark.parametrize("file", recordings(), ids=str)
