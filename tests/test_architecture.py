@@ -105,6 +105,7 @@ LIBRARIES: dict[str, set[str]] = {
     "pallas_kernels.linear.words": {"jax", "numpy"},
     "pallas_kernels.linear.pallas_tpu": {"jax", "numpy"},
     "pallas_kernels.linear.pallas_gpu": {"jax", "numpy"},
+    "pallas_kernels.interpreted": {"jax", "numpy"},
     # compiled code for CPUs, loaded when it is first used
     **{
         f"pallas_kernels.{folder}.cpu": {"jax", "numpy", "llvmlite"}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pagedjax.device import attention
+from pallas_kernels.interpreted import interpreted
 from pallas_kernels.paged_attention import latent_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from tests.device.test_attention import Device
@@ -26,8 +27,7 @@ from tests.pallas_kernels.test_paged_attention import Case, assert_padding_is_ze
 from tests.pallas_kernels.test_paged_attention_gpu import (
     SMALL,
     decodes,
-    interpret_mode,
-    interpreted,
+    needs_interpreter,
 )
 from tests.refusals import refused
 
@@ -43,7 +43,7 @@ def run(case: Case, **tiles: int) -> np.ndarray:
     options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
     q, pages, _, tables, lengths, _ = map(jnp.asarray, case.arguments)
     rows = jnp.arange(len(lengths), dtype=jnp.int32)
-    with interpret_mode(detect_races=True):
+    with interpreted(detect_races=True):
         out = latents.attend(
             q[: len(rows)],
             pages,
@@ -71,7 +71,7 @@ def of_gpu(rows: list[tuple[int, int]], heads: int, s: int, dtype: str, **option
     return case_of(rows, heads, s, dtype, NUMBERS, **options)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize(
     ("heads", "s", "dtype"),
     [
@@ -86,26 +86,26 @@ def test_decodes_of_contexts_around_a_block_border(heads, s, dtype):
     check(of_gpu(decodes(s, 150), heads, s, dtype))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("options", [{"window": 70, "soft_cap": 3.0}, slow({"window": 20})])
 def test_windows_and_caps(options):
     check(of_gpu(decodes(16, 200), 8, 16, "bfloat16", **options))
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("options", [{}, slow({"window": 100})])
 def test_a_long_context_in_parts(options):
     rows = [(1, 400), (1, 0), (1, 65), (1, 1)]
     check(of_gpu(rows, 16, 16, "bfloat16", **options), multiprocessors=16, min_split=64)
 
 
-@interpreted
+@needs_interpreter
 @pytest.mark.parametrize("heads", [16, slow(128)])
 def test_a_mixed_batch_keeps_the_contract_of_latents(heads):
     """Tokens of longer rows are computed one by one."""
     case = of_gpu(MIXED, heads, 16, "bfloat16")
     q, pages, _, *tables = map(jnp.asarray, case.arguments)
-    with interpret_mode():
+    with interpreted():
         y = latent_attention(q, pages, *tables, rank=RANK, scale=case.scale, impl="pallas_gpu")
     output = np.asarray(y, np.float32)
     chex.assert_trees_all_close(output, expected_of(case), atol=2.0**-6, rtol=0)
@@ -149,12 +149,12 @@ def test_it_compiles_for_the_heads_of_each_of_two_devices():
     assert "(64, 64, 512)" in child.stdout
 
 
-@interpreted
+@needs_interpreter
 def test_a_batch_of_decodes_is_one_launch():
     case = of_gpu([(1, 20), (1, 3)], 2, 8, "bfloat16")
     q, pages, _, tables, lengths, _ = map(jnp.asarray, case.arguments)
     options = {"rank": RANK, "scale": case.scale, "impl": "pallas_gpu"}
-    with interpret_mode():
+    with interpreted():
         y = latent_attention(q[:2], pages, tables, lengths, None, **options)
     output = np.asarray(y, np.float32)
     chex.assert_trees_all_close(output, expected_of(case)[:2], atol=2.0**-6, rtol=0)
