@@ -59,7 +59,7 @@ def config_of(mode: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerCo
     """With reservation "max", max_model_len is cut to the largest piece: else all requests are
     refused.
     """
-    sizes["empty_blocks"] = min(sizes["empty_blocks"], sizes["num_blocks"] - 1)
+    sizes["empty_blocks"] = min(sizes.get("empty_blocks", 0), sizes["num_blocks"] - 1)
     ways = dict(zip(("chunked_prefill", "mixed_steps", "reservation"), mode, strict=True))
     config = SchedulerConfig(**sizes, **ways)
     if config.reservation != "max":
