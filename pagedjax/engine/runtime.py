@@ -354,8 +354,8 @@ def _activations(program: Any, sizes: Shapes) -> int:
     """Bytes that a step needs besides its arguments: those of the program of the largest step, and
     what log-probabilities of prompt tokens add to it, whose program is compiled later.
     """
-    more = prompt_logprobs_bytes(sizes.tokens[-1], sizes.vocab_size)
-    return memory.activations_peak(program) + more
+    prompt_bytes = prompt_logprobs_bytes(sizes.tokens[-1], sizes.vocab_size)
+    return memory.activations_peak(program) + prompt_bytes
 
 
 def _block_programs(

@@ -192,6 +192,15 @@ def test_compilation_in_measured_run_fails_it(tmp_path, model: str, monkeypatch,
     assert frame["compilations"][0] > 0
 
 
+def test_log_probabilities_of_prompts_compile_in_the_warm_up(tmp_path, model: str):
+    """Of every size: the warm-up has one request, and later steps have several."""
+    path = write_config(
+        tmp_path, model, sampling={"prompt_logprobs": 0, "temperature": 0.0}, warmup={"requests": 1}
+    )
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 0
+    assert experiments.load_runs(tmp_path)["compilations"][0] == 0
+
+
 @pytest.mark.parametrize(
     ("sections", "arguments", "message"),
     [

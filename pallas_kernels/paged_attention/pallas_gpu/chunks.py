@@ -30,6 +30,7 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
     produce,
     product,
     sinks_of_queries,
+    store_run,
     swizzled_memory,
     tokens_outside,
 )
@@ -215,20 +216,8 @@ def chunks(
             io[...] = o.astype(dtype)
             plgpu.commit_smem()
             run_tokens = lax.clamp(0, numbers[item] - group_id * tokens, tokens)
-
-            def store(g, _):
-                for size in (2**bit for bit in reversed(range(tokens.bit_length()))):
-                    before = run_tokens // (2 * size) * (2 * size)  # stored in larger pieces
-
-                    @pl.when(run_tokens - before >= size)
-                    def piece(size=size, before=before):
-                        piece = io.at[pl.ds(g * tokens + run_begin - load_begin + before, size)]
-                        plgpu.copy_smem_to_gmem(
-                            piece, o_ref.at[pl.ds(run_begin + before, size), head * group + g]
-                        )
-
-            lax.fori_loop(0, group, store, None)
-            plgpu.wait_smem_to_gmem(0)
+            skipped = run_begin - load_begin
+            store_run(io, o_ref, (head * group, group), tokens, run_begin, skipped, run_tokens)
 
     ring = swizzled_memory((stages, tile, d), dtype)
     runs = (GROUPS, LANES, d)

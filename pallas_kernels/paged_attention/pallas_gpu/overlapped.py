@@ -35,6 +35,7 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
     first_tops,
     page_ids,
     sinks_of_queries,
+    store_run,
     swizzled_memory,
     tokens_outside,
 )
@@ -406,19 +407,8 @@ def chunks(
             io = io_s.at[group_id]
             io[...] = o.astype(dtype)
             plgpu.commit_smem()
-
-            def store(g, _):
-                for size in (2**bit for bit in reversed(range(tokens.bit_length()))):
-                    before = run_tokens // (2 * size) * (2 * size)  # stored in larger pieces
-
-                    @pl.when(run_tokens - before >= size)
-                    def piece(size=size, before=before):
-                        row = g * tokens + run_begin - load_begin + before
-                        target = o_ref.at[pl.ds(run_begin + before, size), head * group + g]
-                        plgpu.copy_smem_to_gmem(io.at[pl.ds(row, size)], target)
-
-            lax.fori_loop(0, group, store, None)
-            plgpu.wait_smem_to_gmem(0)
+            skipped = run_begin - load_begin
+            store_run(io, o_ref, (head * group, group), tokens, run_begin, skipped, run_tokens)
 
     ring = swizzled_memory((stages, tile, d), dtype)
     runs = (GROUPS, LANES, d)

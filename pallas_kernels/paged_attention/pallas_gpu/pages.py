@@ -151,6 +151,34 @@ def clear_outside(values, start, length, earliest, window: int | None) -> None:
     plgpu.commit_smem()
 
 
+def store_run(rows_s, results, heads: tuple[Any, int], tokens: int, begin, skipped, count) -> None:
+    """Writes the results of a run where they belong, and waits. Pieces are powers of two, so no other
+    row's tokens are touched.
+
+    Args:
+        rows_s: [heads * tokens, D], of the run's tokens under the first head, then the next.
+        results: [T, N, D].
+        heads: the first head of the run in results, and the number of heads.
+        tokens: of a whole run.
+        begin, count: the run's first token in results, and how many it has.
+        skipped: tokens of rows_s before the first one.
+    """
+    first_head, num_heads = heads
+
+    def store(g, _):
+        for size in (2**bit for bit in reversed(range(tokens.bit_length()))):
+            before = count // (2 * size) * (2 * size)  # stored in larger pieces
+
+            @pl.when(count - before >= size)
+            def piece(size=size, before=before):
+                row = g * tokens + skipped + before
+                target = results.at[pl.ds(begin + before, size), first_head + g]
+                plgpu.copy_smem_to_gmem(rows_s.at[pl.ds(row, size)], target)
+
+    lax.fori_loop(0, num_heads, store, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
 def index_along(shape, axis: int):
     """Returns int32 [shape] in a product's layout: each element's index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

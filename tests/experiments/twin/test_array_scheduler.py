@@ -251,6 +251,7 @@ def test_the_worlds_reach_every_kind_of_step():
         ({"chunked_prefill": False}, "chunked_prefill is False, .*use chunked_prefill=True"),
         ({"mixed_steps": False}, "mixed_steps is False"),
         ({"reservation": "max"}, "reservation is 'max'"),
+        ({"late_stops": True}, "late_stops is True, .*use late_stops=False"),
     ],
 )
 def test_what_is_not_on_arrays_is_refused(change, message):
