@@ -192,10 +192,19 @@ def test_compilation_in_measured_run_fails_it(tmp_path, model: str, monkeypatch,
     assert frame["compilations"][0] > 0
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_prompts_compile_in_the_warm_up(tmp_path, model: str):
-    """Of every size: the warm-up has one request, and later steps have several."""
+    """Programs of all sizes: the warm-up has one request of four tokens, and a later step several."""
+    workload = MEASURED["workload"] | {
+        "prompt": {"dist": "uniform", "low": 4, "high": 4},
+        "arrivals": {"process": "poisson", "rate": 1e6},
+    }
     path = write_config(
-        tmp_path, model, sampling={"prompt_logprobs": 0, "temperature": 0.0}, warmup={"requests": 1}
+        tmp_path,
+        model,
+        engine=MEASURED["engine"] | {"token_buckets": [4, 8, 12, 16]},
+        workload=workload,
+        sampling=MEASURED["sampling"] | {"prompt_logprobs": 0},
     )
     assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 0
     assert experiments.load_runs(tmp_path)["compilations"][0] == 0
