@@ -215,7 +215,7 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
             raise
         return None
     seconds = time.perf_counter() - start
-    result = _step_of(compiled, lowered.out_info[1], model, plan, pages, seconds, decodes)
+    result = _step_of(compiled, lowered.out_info[1], model, plan, pages, seconds)
     if not gpu:
         return result
     program = hlo.parse(compiled.as_text())
@@ -262,7 +262,6 @@ def _step_of(
     plan: Plan,
     pages: cache.KVCache,
     seconds: float,
-    decodes: bool,
 ) -> Step:
     """The facts about a step that its compiled program has.
 
@@ -273,7 +272,7 @@ def _step_of(
     stats = compiled.memory_analysis()
     n = model.placement.sizes.size if model.placement else 1
     samples = output.sampled.tokens.shape[-1]
-    columns = _columns(output.sampled, samples), _columns(output.prompt, plan.tokens)
+    columns = _columns(output.sampled, samples)
     layer = memory.nbytes(pages.k[0])
     return Step(
         activations=memory.activations_peak(compiled),
@@ -284,9 +283,7 @@ def _step_of(
         copies=whole_arrays(program, layer),
         logits_copies=logits_copies(program, samples, model.config.vocab_size),
         collectives=exchanges.collectives_of(program, n),
-        required=exchanges.required(
-            model.config, model.part, n, plan.tokens, samples, columns, decodes=decodes
-        ),
+        required=exchanges.required(model.config, model.part, n, plan.tokens, samples, columns),
         rings=exchanges.rings(program),
         seconds=seconds,
         kernels=launches.kernels(program),

@@ -5,14 +5,12 @@ hidden size H and vocabulary V:
 
     all-reduce   T H numbers   2 L - 1 times: after attention and after the MLP of each layer but
                                the last, and the embedding
-    all-reduce   R H numbers   twice: the last layer's sums, of sampled tokens. In the branch for
-                               prompt log-probabilities, and where R is not less than T, these sums
-                               have T H numbers
-    all-to-all   R V/n         once, and once in the branch for prompt log-probabilities, of
-                               PROMPT_TILE tokens
-    all-gather   R C           as often as the all-to-all: C numbers of each sample
+    all-reduce   R H numbers   twice: the last layer's sums, of sampled tokens. Where R is not less
+                               than T, these sums have T H numbers
+    all-to-all   R V/n         once
+    all-gather   R C           once: C numbers of each sample
 
-A program for steps of decodes alone has no such branch.
+Programs with log-probabilities of prompts exchange more, and are not compared here.
 
 A compiler may combine several exchanges into one instruction, or split one. Such a program is
 right, so numbers are compared and not instructions. A difference in the number of instructions is
@@ -159,42 +157,29 @@ def required(
     n: int,
     tokens: int,
     samples: int,
-    columns: tuple[int, int],
-    *,
-    decodes: bool = False,
+    columns: int,
 ) -> tuple[RequiredExchange, ...]:
     """The exchanges that a step must have; () for one device.
 
     Args:
         part: one device's part of the model.
         tokens, samples: T and R.
-        columns: how many numbers of each sample all devices get, and of each prompt token.
-        decodes: the step is one of decodes alone.
+        columns: how many numbers of each sample all devices get.
     """
     if n == 1:
         return ()
     # rows are padded, so that each device has equally many
     rows = -(-samples // n) * n
-    tile = -(-min(PROMPT_TILE, tokens) // n) * n
     num_sums = 2 * model.layers + 1  # two in each layer, and one of the embedding
-    # the tokens of the last layer, in the two branches of the step; () if it has no branches
-    tokens_of_last_layer = ()
+    last_layer = ()
     if samples < tokens:
-        tokens_of_last_layer = (samples, tokens)
+        last_layer = (RequiredExchange("all-reduce", model.hidden * samples, 2),)
         num_sums -= 2
-    prompts = (
-        RequiredExchange("all-to-all", part.vocab_size * tile, branch=True),
-        RequiredExchange("all-gather", columns[1] * tile, branch=True),
-    )
     return (
         RequiredExchange("all-reduce", model.hidden * tokens, num_sums),
-        *(
-            RequiredExchange("all-reduce", model.hidden * count, 2, branch=True)
-            for count in tokens_of_last_layer
-        ),
+        *last_layer,
         RequiredExchange("all-to-all", part.vocab_size * rows),
-        RequiredExchange("all-gather", columns[0] * rows),
-        *(() if decodes else prompts),
+        RequiredExchange("all-gather", columns * rows),
     )
 
 
