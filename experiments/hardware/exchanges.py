@@ -29,7 +29,6 @@ from experiments.hardware import hlo
 from experiments.simulation import collectives
 from experiments.simulation.collectives import Exchange, Kind, Network
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.sampling import PROMPT_TILE
 
 KINDS = get_args(Kind)
 OTHER_KINDS = (
@@ -54,7 +53,7 @@ class Collective(NamedTuple):
     numbers, bytes: of one run, counted as `Exchange.bytes` is: an all-gather by its result, others
         by their operands.
     times: how often it runs in one run of the program.
-    branch: whether it is only in a branch of a conditional.
+    branch: whether it is only in a branch of a conditional, where a step has none.
     """
 
     kind: str
@@ -81,15 +80,11 @@ def rings(program: hlo.Program) -> Counter[str]:
 
 
 class RequiredExchange(NamedTuple):
-    """An exchange that a step must have: `times` arrays of `numbers` numbers each.
-
-    branch: it is in a branch of the step, and has these numbers in each turn of the branch's loop.
-    """
+    """An exchange that a step must have: `times` arrays of `numbers` numbers each."""
 
     kind: Kind
     numbers: int
     times: int = 1
-    branch: bool = False
 
 
 def collectives_of(program: hlo.Program, n: int) -> Counter[Collective]:
@@ -203,22 +198,20 @@ def differences(
         required_exchanges: the exchanges that it must have.
     """
     all_differences = []
-    places = {(exchange.kind, exchange.branch) for exchange in (*program, *required_exchanges)}
-    for place in sorted(places):
-        kind, branch = place
-        name = f"{kind} in a branch" if branch else kind
+    required_kinds = {exchange.kind for exchange in required_exchanges}
+    for name in sorted({*map(_place, program), *required_kinds}):
         present = {
-            collective: count
-            for collective, count in program.items()
-            if (collective.kind, collective.branch) == place
+            collective: count for collective, count in program.items() if _place(collective) == name
         }
-        required_in_place = [
-            exchange for exchange in required_exchanges if (exchange.kind, exchange.branch) == place
-        ]
+        required_in_place = [exchange for exchange in required_exchanges if exchange.kind == name]
         difference = _difference(name, present, required_in_place)
         if difference:
             all_differences.append(difference)
     return all_differences
+
+
+def _place(collective: Collective) -> str:
+    return f"{collective.kind} in a branch" if collective.branch else collective.kind
 
 
 def _difference(
@@ -246,29 +239,15 @@ def _difference(
 
 
 def seconds(program: Mapping[Collective, int], n: int, network: Network) -> float:
-    """The time on the links of the exchanges of a step without prompt log-probabilities.
-
-    Of the sums in a branch, the sums of the fewest numbers count. The others belong to prompt
-    log-probabilities, as other exchanges in a branch do. Kinds that no step must have count as
-    nothing: `differences` names them.
+    """The time on the links of a step's exchanges. Kinds that no step must have count as nothing:
+    `differences` names them.
     """
-    fewest = min(
-        (
-            collective.numbers
-            for collective in program
-            if collective.branch and collective.kind == "all-reduce"
-        ),
-        default=0,
+    exchanges = (
+        _exchange(collective, count * collective.times)
+        for collective, count in program.items()
+        if collective.kind in KINDS
     )
-    total = 0.0
-    for collective, count in program.items():
-        is_sum_of_samples = collective.kind == "all-reduce" and collective.numbers == fewest
-        if collective.branch and not is_sum_of_samples:
-            continue
-        if collective.kind in KINDS:
-            exchange = _exchange(collective, runs(collective, count))
-            total += collectives.seconds(exchange, n, network)
-    return total
+    return sum(collectives.seconds(exchange, n, network) for exchange in exchanges)
 
 
 def seconds_of_layers(
@@ -284,31 +263,18 @@ def _exchange(collective: Collective, times: int) -> Exchange:
     return Exchange(collective.kind, collective.bytes, times)  # pyright: ignore[reportArgumentType]
 
 
-def runs(collective: Collective, count: int) -> int:
-    """The runs of `count` equal collectives in a step; in a branch, in one turn of its loop."""
-    return count if collective.branch else count * collective.times
-
-
 def table(program: Mapping[Collective, int], n: int, network: Network) -> str:
     """The exchanges as lines to print: how often, kind and arrays, bytes in all, and time."""
     lines = []
     for collective, count in sorted(
         program.items(), key=lambda item: (item[0].branch, item[0].kind, item[0].arrays)
     ):
-        times = runs(collective, count)
+        times = count * collective.times
         time = "no estimate"
         if collective.kind in KINDS:
             time = f"{1e3 * collectives.seconds(_exchange(collective, times), n, network):.3f} ms"
-        note = ""
-        if collective.branch:
-            note = f", for each {PROMPT_TILE} prompt tokens with log-probabilities"
-            if collective.kind == "all-reduce":
-                note = (
-                    ", of the last layer: of sampled tokens, "
-                    "or of all for log-probabilities of prompts"
-                )
         lines.append(
-            f"  {times:4} x {collective.kind:10}  {collective.arrays}: "
-            f"{times * collective.bytes / 2**20:,.3f} MiB, {time}{note}"
+            f"  {times:4} x {_place(collective):10}  {collective.arrays}: "
+            f"{times * collective.bytes / 2**20:,.3f} MiB, {time}"
         )
     return "\n".join(lines)
