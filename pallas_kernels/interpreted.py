@@ -77,9 +77,7 @@ class _Products:
             store = partial(self._store, source=eqn.source_info)
             return _call(interpreter, store, token, sums, value), [value]
         sums, a, b, *leaves = get_invals()
-        names = ("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree")
-        trees = tuple(eqn.params[name] or jax.tree.structure([]) for name in names)
-        of_sums, of_a, of_b = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
+        of_sums, of_a, of_b = _transforms(eqn, leaves)
         sums_aval, a_aval, b_aval = (var.aval for var in eqn.invars[:3])
         newer: Any = jaxpr_interpret  # JAX 0.10 has less
         sums, of_sums = newer.resolve_ref(sums_aval, sums, of_sums)
@@ -121,6 +119,13 @@ class _Products:
             pending.pop(0)()
         value, _ = _access(place, thread, sums, (), source)
         return token, value
+
+
+def _transforms(eqn: Any, leaves: Any) -> Any:
+    """The transforms of the sums and of the two operands of a product."""
+    names = ("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree")
+    trees = tuple(eqn.params[name] or jax.tree.structure([]) for name in names)
+    return jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
 
 
 def _is_key(aval: Any) -> bool:

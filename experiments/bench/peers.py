@@ -18,6 +18,7 @@ rounds, because a slow minute affects a whole round. A round is repeated if the 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -326,7 +327,7 @@ def show(rows: Sequence[Mapping[str, Any]], first: str) -> None:
         print(f"{r['ratio']:7.2f} {r['ratio_least']:7.2f} {r['ratio_most']:7.2f}")
 
 
-def main(argv: list[str] | None = None) -> int:
+def peers_parser() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, model=False)
     parser.add_argument("config", nargs="?", default=str(ROOT.parent / "configs" / "peers.yaml"))
     parser.add_argument("--file", help="a JSON list of requests instead of drawn ones")
@@ -342,6 +343,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--work", default="build/peers", help="folder for the checkpoint and the contenders' output"
     )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = peers_parser()
     args = parser.parse_args(argv)
     counts = (args.repeats, args.requests, args.at_once, *(args.lengths or ()))
     if any(count is not None and count < 1 for count in counts):
@@ -371,29 +377,31 @@ def main(argv: list[str] | None = None) -> int:
                 f"  {name:36} {peers[-1].version}, ready after {peers[-1].load_seconds:.1f} s",
                 flush=True,
             )
-        first = peers[0].name
         shares = compare(peers, work)
-        rows = table(run_rounds(peers, work, args.repeats), first)
+        rows = table(run_rounds(peers, work, args.repeats), peers[0].name)
     finally:
         for peer in peers:
             peer.close()
-    show(rows, first)
+    show(rows, peers[0].name)
     if args.json:
-        figures = {
-            "date": time.strftime("%Y-%m-%d"),
-            **git_state(ROOT),
-            "cpu": cpu_model(),
-            "requests": len(work),
-            "at_once": args.at_once or len(work),
-            "prompt_tokens": sum(len(prompt) for prompt, _ in work),
-            "output_tokens": sum(count for _, count in work),
-            "versions": {peer.name: peer.version for peer in peers},
-            "load_seconds": {peer.name: peer.load_seconds for peer in peers},
-            "same_tokens": shares,
-            "rows": rows,
-        }
-        write_json(args.json, figures)
+        at_once = args.at_once or len(work)
+        results = {"at_once": at_once, "same_tokens": shares, "rows": rows}
+        write_json(args.json, facts_of(peers, work) | results)
     return 0
+
+
+def facts_of(peers: Sequence[Peer], work: Work) -> dict[str, Any]:
+    """When, where, what and by which versions was measured, as fields of the results."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        **git_state(ROOT),
+        "cpu": cpu_model(),
+        "requests": len(work),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in work),
+        "output_tokens": sum(count for _, count in work),
+        "versions": {peer.name: peer.version for peer in peers},
+        "load_seconds": {peer.name: peer.load_seconds for peer in peers},
+    }
 
 
 def _choose_contenders(config: Config, names: Sequence[str] | None) -> dict[str, Contender]:

@@ -195,7 +195,6 @@ def generate(
     loop = Loop.of(model, len(requests), longest, temperature)
     with torch.inference_mode():
         steps = steps_of(loop, longest)
-    lengths = sorted(steps)
     longest_prompt = max(map(len, prompts))
 
     @torch.inference_mode()
@@ -213,7 +212,7 @@ def generate(
             # a row that has ended goes on in the last place of the cache
             loop.positions.clamp_(max=longest - 1)
             needed = min(longest_prompt + step, longest)
-            steps[next(length for length in lengths if length >= needed)]()
+            steps[min(length for length in steps if length >= needed)]()
             columns.append(loop.tokens.clone())
         tokens = torch.stack(columns, 1).tolist()
         return [row[:count] for row, (_, count) in zip(tokens, requests, strict=True)]

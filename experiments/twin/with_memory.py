@@ -314,10 +314,6 @@ def mlfq(
         used_up = (units > 0) & (work >= jnp.asarray(quanta)[memory.level])
         return memory._replace(level=memory.level + used_up, work=jnp.where(used_up, 0, work))
 
-    def init(requests: Requests) -> Jobs:
-        zeros = jnp.zeros_like(requests.user)
-        return Jobs(no_waits(requests), zeros, zeros, requests.prompt_len)
-
     def observe(memory: Jobs, step: Step, requests: Requests) -> Jobs:
         plan = step.plan
         waits = memory.waits
@@ -326,7 +322,6 @@ def mlfq(
         waits = waits.after(step, jnp.where(is_new | plan.samples, 0, counted))
         memory = worked(memory, jnp.where(is_new, prompt_units * memory.prompt, 0))
         memory = worked(memory, jnp.where(plan.samples, TOKEN, 0))
-        prompt = jnp.where(plan.admitted, 0, memory.prompt)
         needed = prompt_units * requests.prompt_len + TOKEN
         joined = jnp.sum(quanta[None, :] < needed[:, None], axis=1)
         level = jnp.where(step.submitted, joined, memory.level)
@@ -335,15 +330,21 @@ def mlfq(
             waits,
             jnp.where(promoted, 0, level),
             jnp.where(promoted, 0, memory.work),
-            prompt,
+            jnp.where(plan.admitted, 0, memory.prompt),
         )
 
-    def order(memory: Jobs, state: State, requests: Requests) -> Order:
-        level = memory.level
-        first = first_of(level, state.phase == WAITING)
-        is_higher = level > item_of(level, first)
-        among = (state.phase == RUNNING) & is_higher & memory.waits.was_offered(first)
-        evicted = make_way(level, among, state.length, item_of(state.length, first))
-        return Order(level, jnp.ones_like(among), evicted)
+    return WithMemory(_first_jobs, observe, _order_of_levels)
 
-    return WithMemory(init, observe, order)
+
+def _first_jobs(requests: Requests) -> Jobs:
+    zeros = jnp.zeros_like(requests.user)
+    return Jobs(no_waits(requests), zeros, zeros, requests.prompt_len)
+
+
+def _order_of_levels(memory: Jobs, state: State, requests: Requests) -> Order:
+    level = memory.level
+    first = first_of(level, state.phase == WAITING)
+    is_higher = level > item_of(level, first)
+    among = (state.phase == RUNNING) & is_higher & memory.waits.was_offered(first)
+    evicted = make_way(level, among, state.length, item_of(state.length, first))
+    return Order(level, jnp.ones_like(among), evicted)

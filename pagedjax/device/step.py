@@ -325,7 +325,6 @@ def make_draft(
     ) -> tuple[KVCache, DraftOutput]:
         module, drafter = modules(leaves)
         rows = len(batch.tokens)
-        key = jnp.uint32(seed)
 
         def next_logits(pages: Any, step: Batch, features: Any) -> tuple[Any, Any, jax.Array]:
             pages, features, logits = bound.model.next_logits(
@@ -350,7 +349,7 @@ def make_draft(
             batch=batch,
             layout=bound.layout,
             next_logits=next_logits,
-            key=key,
+            key=jnp.uint32(seed),
             tile=tile,
             chain=chain,
         )

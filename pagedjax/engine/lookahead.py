@@ -356,10 +356,12 @@ def _run_from(
     return tuple(run)
 
 
-def places_in_span(plans: Sequence[Plan]) -> list[PlaceInSpan]:
-    """Which part of a span's output is that of each of its plans. The rows of the program are those
-    of the first plan, in its order; no later plan has other rows.
+def places_in_span(plans: Sequence[Plan]) -> Sequence[PlaceInSpan | None]:
+    """Which part of a span's output is that of each of its plans; (None,) for a single step. The
+    rows of the program are those of the first plan, in its order; no later plan has other rows.
     """
+    if len(plans) == 1:
+        return (None,)
     row_of = {seq.arrival: i for i, seq in enumerate(plans[0].seqs)}
     everyone = range(len(row_of))
     return [

@@ -107,37 +107,33 @@ def pack_next(
     if starts is None or rows is None:
         return None
     count = len(rows)
-    past_seqs = before.plan.seqs
     arrivals = before.arrivals
     words = before.transfer.words.copy()
     arrays = {name: words[place] for name, place in before.places.items() if place is not None}
     tables = arrays["block_tables"].reshape(-1, shapes.table_width)
-    features, extras = before.transfer.rest
-    if count < len(past_seqs):
-        if any([features[name] is not before.blank.features[name] for name in features]):
+    if count < len(arrivals):
+        if _has_features(before):
             return None  # their rows would move, too
-        _keep_rows(arrays, tables, rows, len(past_seqs))
-        past_seqs = pick(past_seqs, rows.tolist())
+        _keep_rows(arrays, tables, rows, len(arrivals))
         arrivals = pick(arrivals, rows.tolist())
-    _write_tables(tables, past_seqs, plan.seqs)
-    blocks = tables[np.arange(count), starts // shapes.block_size]
-    arrays["slots"][:count] = blocks * shapes.block_size + starts % shapes.block_size
+    _write_tables(tables, _seqs_before(before, rows), plan.seqs)
+    arrays["slots"][:count] = _slots_of(tables, starts, shapes.block_size)
     arrays["positions"][:count] = starts
     arrays["seq_lens"][:count] = starts + 1
     arrays["position"][:count] = starts + 1 - arrays["prompt_len"][:count]
     if sources.span is not None:
         arrays["steps"][:count] = sources.span
+    features, extras = before.transfer.rest
     all_fed = False
     if sources.looks_ahead:
-        arrays["feed"][:] = -1
+        feed = arrays["feed"]
+        feed[:] = -1
         fed_tokens = np.zeros(shapes.max_seqs, np.int32)
-        previous = sources.previous
-        if previous is not None:
-            _write_feed(arrays["feed"], before, plan, rows, arrivals, previous, sources)
-            fed_tokens = previous.output.fed
-        feed = Feed(None, fed_tokens)
-        extras = [feed if isinstance(extra, Feed) else extra for extra in extras]
-        all_fed = (arrays["feed"][:count] >= 0).all()
+        if sources.previous is not None:
+            _write_feed(feed, before, plan, rows, arrivals, sources.previous, sources)
+            fed_tokens = sources.previous.output.fed
+        extras = [Feed(None, fed_tokens) if isinstance(x, Feed) else x for x in extras]
+        all_fed = (feed[:count] >= 0).all()
     if not all_fed:
         arrays["tokens"][:count] = _newest_tokens(plan, sequences)
     transfer = before.transfer
@@ -178,15 +174,14 @@ def _positions(plan: Plan) -> np.ndarray | None:
 
 def _rows_before(before: Packed, plan: Plan) -> np.ndarray | None:
     """Of each row of a plan, its row in the step before; None if a row is new."""
-    past_seqs = before.plan.seqs
     count = len(plan.seqs)
     rows = np.arange(count)
-    if count != len(past_seqs):
+    if count != len(before.arrivals):
         row_of = {arrival: i for i, arrival in enumerate(before.arrivals)}
         rows = np.array([row_of.get(seq.arrival, -1) for seq in plan.seqs])
         if (rows < 0).any():
             return None
-        past_seqs = pick(past_seqs, rows.tolist())
+    past_seqs = _seqs_before(before, rows)
     for i in _others(past_seqs, plan.seqs):
         past = past_seqs[i]
         seq = plan.seqs[i]
@@ -194,6 +189,24 @@ def _rows_before(before: Packed, plan: Plan) -> np.ndarray | None:
         if seq.request is not past.request or seq.arrival != past.arrival:
             return None
     return rows
+
+
+def _seqs_before(before: Packed, rows: np.ndarray) -> tuple[Seq, ...]:
+    """The records of some rows in the step before; `rows` are all of them or fewer."""
+    seqs = before.plan.seqs
+    return seqs if len(rows) == len(seqs) else pick(seqs, rows.tolist())
+
+
+def _has_features(before: Packed) -> bool:
+    """Whether the step before has arrays of sampling options (`RowChain`)."""
+    features, _ = before.transfer.rest
+    return any([features[name] is not before.blank.features[name] for name in features])
+
+
+def _slots_of(tables: np.ndarray, starts: np.ndarray, block_size: int) -> np.ndarray:
+    """The slot of the token at starts [B], by block tables of B rows or more."""
+    blocks = tables[np.arange(len(starts)), starts // block_size]
+    return blocks * block_size + starts % block_size
 
 
 def _others(past_seqs: tuple[Seq, ...], seqs: tuple[Seq, ...]) -> list[int]:

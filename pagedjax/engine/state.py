@@ -627,35 +627,31 @@ def send(
     plans = [prediction.plan for prediction in run]
     plan = plans[0]
     cache = move_blocks(runtime, state, cache, plan)
-    draft_rows = 0
-    draft_seconds = 0.0
-    draft_probs = None
+    drafted = Drafts()
     if plan.drafts and runtime.draft_model:
-        cache, draft_seconds, draft_probs = run_drafter(runtime, state.sequences, cache, plan)
-        draft_rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
+        cache, drafted = run_drafter(runtime, state.sequences, cache, plan)
     past = state.packed if previous is None else previous.packed
     shape, transfer, memory = packed_plans(
-        runtime, state, plans, previous, unknown_arrivals, draft_probs, past
+        runtime, state, plans, previous, unknown_arrivals, drafted.probs, past
     )
     sent_at = time.perf_counter()
     side_outputs = readers.side_outputs_of(state.readers, (seq.request_id for seq in plan.seqs))
     cache, output = program_of(runtime, shape, side_outputs)(runtime.leaves, cache, transfer)
-    places = lookahead.places_in_span(plans) if len(plans) > 1 else [None]
     steps = [
         SentStep(
             plan=prediction.plan,
             output=output,
             sent_at=sent_at,
             padded_tokens=shape.tokens,
-            draft_seconds=draft_seconds,
-            draft_rows=draft_rows,
+            draft_seconds=drafted.seconds,
+            draft_rows=drafted.rows,
             side_outputs=side_outputs,
             place=place,
             allocated=prediction.allocated,
             steps_left=prediction.steps_left,
             packed=memory,
         )
-        for prediction, place in zip(run, places, strict=True)
+        for prediction, place in zip(run, lookahead.places_in_span(plans), strict=True)
     ]
     return cache, tuple(steps)
 
@@ -669,14 +665,23 @@ def program_of(runtime: Runtime, shape: StepShape, side_outputs: SideOutputs) ->
     return runtime.programs[shape]
 
 
+class Drafts(NamedTuple):
+    """What a drafter's program gave beside tokens.
+
+    rows: with drafts, rounded up to a bucket.
+    seconds: of the program.
+    probs: what the draft in the place of each sample was drawn from.
+    """
+
+    rows: int = 0
+    seconds: float = 0.0
+    probs: jax.Array | None = None
+
+
 def run_drafter(
     runtime: Runtime, sequences: Sequences, cache: KVCache, plan: Plan
-) -> tuple[KVCache, float, jax.Array | None]:
-    """Have the device draft, and write the drafts behind the known tokens.
-
-    Returns:
-        (cache, seconds of the program, what the draft in the place of each sample was drawn from)
-    """
+) -> tuple[KVCache, Drafts]:
+    """Have the device draft, and write the drafts behind the known tokens."""
     shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.chain)
     start = time.perf_counter()
     cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
@@ -687,7 +692,8 @@ def run_drafter(
         length = plan.lengths[i]
         k = plan.drafts[i]
         sequences[plan.seqs[i].request_id].tokens[length : length + k] = drafts[:k, column]
-    return cache, seconds, output.probs
+    rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
+    return cache, Drafts(rows, seconds, output.probs)
 
 
 def packed_plans(

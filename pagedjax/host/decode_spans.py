@@ -157,39 +157,50 @@ def schedule_predicted(
         state: before `schedule`, with the policy and the configuration of the prediction.
         plan, allocated: those of a `DecodeStep`.
     """
-    seqs, lengths, computed = state.running
     if not _only_decodes(state) or state.step != plan.step or state.config.late_stops:
         return None
-    if lengths != plan.lengths or computed != plan.starts:
+    active = state.running
+    if active.lengths != plan.lengths or active.computed != plan.starts:
         return None
     if len(allocated) > _num_empty(state.pool):
         return None
     allocation = blocks.allocate(state.pool, len(allocated))
     if allocation is None or allocation[1] != allocated:
         return None
+    records = _with_tables(active, plan.seqs, len(allocated))
+    if records is None:
+        return None
+    active = Running(records, plan.lengths, plan.starts)
+    pool = blocks.keep_empty(allocation[0], state.config.empty_blocks)
+    state = state._replace(pool=pool, running=active)
+    return state, _decode_plan(state, plan)
+
+
+def _with_tables(
+    active: Running, predicted: tuple[Seq, ...], num_allocated: int
+) -> tuple[Seq, ...] | None:
+    """The running sequences with the block tables of predicted ones; None if other sequences were
+    predicted, or other tables than theirs and one more block in `num_allocated` of them.
+    """
+    seqs = active.seqs
     # a row with the predicted table itself is of the same sequence: no table has two owners here
-    other_tables = map(is_not, map(BLOCKS, seqs), map(BLOCKS, plan.seqs))
+    other_tables = map(is_not, map(BLOCKS, seqs), map(BLOCKS, predicted))
     records = list(seqs)
     num_grown = 0
     for i in compress(range(len(seqs)), other_tables):
         request, arrival, limit, length, count, table, hashes, group, junction = seqs[i]
-        expected = plan.seqs[i]
+        expected = predicted[i]
         if request is not expected.request or arrival != expected.arrival:
             return None
         new_table = expected.blocks
         if len(new_table) == len(table) + 1:
             num_grown += 1
-            length = lengths[i]
-            count = computed[i]
+            length = active.lengths[i]
+            count = active.computed[i]
         if table != new_table[: len(table)] or len(new_table) > len(table) + 1:
             return None
         records[i] = Seq(request, arrival, limit, length, count, new_table, hashes, group, junction)
-    if num_grown != len(allocated):
-        return None
-    active = Running(tuple(records), plan.lengths, plan.starts)
-    pool = blocks.keep_empty(allocation[0], state.config.empty_blocks)
-    state = state._replace(pool=pool, running=active)
-    return state, _decode_plan(state, plan)
+    return tuple(records) if num_grown == num_allocated else None
 
 
 def commit_predicted(
@@ -381,10 +392,19 @@ def _apply_changes(
         pool = blocks.keep_empty(allocation[0], num_kept)
         for i, block in zip(rows, allocation[1], strict=True):
             tables[i].append(block)
-        filled: list[tuple[int, str]] = []
-        for step, fills, i in step_changes:
-            index = (active.computed[i] + step) // state.config.block_size
-            if fills and index < len(chains[i]):
-                filled.append((tables[i][index], chains[i][index]))
+        filled = [
+            (tables[i][index], chains[i][index])
+            for i, index in _filled_blocks(state, step_changes)
+            if index < len(chains[i])
+        ]
         pool = blocks.publish(pool, filled) if filled else pool
     return pool, tables
+
+
+def _filled_blocks(
+    state: SchedulerState, changes: Sequence[tuple[int, bool, int]]
+) -> list[tuple[int, int]]:
+    """(row, index of the block in its table) of each change that fills a block."""
+    computed = state.running.computed
+    size = state.config.block_size
+    return [(i, (computed[i] + step) // size) for step, fills, i in changes if fills]

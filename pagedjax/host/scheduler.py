@@ -48,7 +48,7 @@ rules 1 to 3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import add, attrgetter, ge, sub
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
@@ -638,20 +638,14 @@ def commit(
     if len(state.in_flight) > 1:
         return _commit_late(state, plan, sampled, hashes)
     rows = drop_cancelled(accept_drafts(plan, sampled), state.running)
-    groups = list(map(GROUP, rows.seqs))
-    grouped: list[int] = []
-    if groups.count(None) < len(groups):
-        grouped = [i for i, group in enumerate(groups) if group is not None]
-        grouped = branches.unforked(rows.seqs, grouped)
+    grouped = _grouped_rows(rows)
     rows = add_tokens(rows, grouped)
     rows, ended = end_rows(rows, state.stops)
 
     pool, rows, forks = settle_blocks(state, rows, ended, grouped, hashes)
     active = advance_rows(state.running, rows, forks)
     if ended:
-        texts = [(rows.seqs[i], rows.computed[i]) for i in ended]
-        pool = prefix_sharing.publish_ends(pool, texts, state.config)
-        pool = _release_blocks(pool, [rows.seqs[i] for i in ended])
+        pool = _without_ended(pool, rows, ended, state.config)
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
     beamed: list[Event] = []
     if choices:
@@ -707,9 +701,7 @@ def _commit_late(
     rows, ended = end_rows(rows, state.stops)
     pool, rows, _ = settle_blocks(state, rows, ended, (), hashes)
     if ended:
-        texts = [(rows.seqs[i], rows.computed[i]) for i in ended]
-        pool = prefix_sharing.publish_ends(pool, texts, state.config)
-        pool = _release_blocks(pool, [rows.seqs[i] for i in ended])
+        pool = _without_ended(pool, rows, ended, state.config)
     active = late.settled(state.running, rows.seqs, {rows.seqs[i].arrival for i in ended})
     if state.config.views:
         pool, active = views.drop(state.config, pool, active)
@@ -723,6 +715,23 @@ def _commit_late(
     )
     ends = [*_sampled(plan.step, rows), *_finished(plan.step, rows, ended)]
     return with_news(next_state, ends), (*events_of_plan(plan), *ends)
+
+
+def _without_ended(
+    pool: BlockPool, rows: Rows, ended: Iterable[int], config: SchedulerConfig
+) -> BlockPool:
+    """The pool without the blocks of rows that ended, whose ends it can find."""
+    texts = [(rows.seqs[i], rows.computed[i]) for i in ended]
+    pool = prefix_sharing.publish_ends(pool, texts, config)
+    return _release_blocks(pool, [rows.seqs[i] for i in ended])
+
+
+def _grouped_rows(rows: Rows) -> list[int]:
+    """The rows of sequences that will fork: their groups have not done so yet."""
+    groups = list(map(GROUP, rows.seqs))
+    if groups.count(None) == len(groups):
+        return []
+    return branches.unforked(rows.seqs, [i for i, group in enumerate(groups) if group is not None])
 
 
 class Rows(NamedTuple):
@@ -981,11 +990,11 @@ def cancel(
     if len(leaving) < len(state.leaving):
         stopped = (*stopped, seq)
     dequeued = pick(queue, places)
-    events: list[Finished] = []
-    for ended in (*dequeued, *stopped):
-        names = ended.request.names
-        num_output = ended.num_output - late.unknown_tokens(state, ended)
-        events += [Finished(state.step, name, reason, num_output) for name in names]
+    events = [
+        Finished(state.step, name, reason, ended.num_output - late.unknown_tokens(state, ended))
+        for ended in (*dequeued, *stopped)
+        for name in ended.request.names
+    ]
     texts = [(seq, seq.computed) for seq in stopped]
     pool = prefix_sharing.publish_ends(state.pool, texts, state.config)
     state = state._replace(

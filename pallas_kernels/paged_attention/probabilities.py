@@ -57,7 +57,6 @@ def probabilities(
     key_heads = query_heads * k_pages.shape[1] // q.shape[1]  # their key heads
     d = q.shape[2]
     context = block_tables.shape[1] * (k_pages.shape[2] * k_pages.shape[3] // q.shape[2])
-    place = jnp.arange(context)
 
     def row(query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
         # a page of each head and block of the table, [heads, M, S, D]
@@ -68,9 +67,7 @@ def probabilities(
         )
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        visible = place < length
-        if window is not None:
-            visible &= place >= length - window
+        visible = _visible(context, length, window)
         row_sinks = None if sinks is None else sinks[query_heads]
         weights = weights_of(jnp.where(visible, scores, -jnp.inf), row_sinks)
         return jnp.where(visible, weights, 0.0)
@@ -82,3 +79,10 @@ def probabilities(
         )
 
     return jax.lax.map(used_row, (q[:, query_heads], block_tables, seq_lens))
+
+
+def _visible(context: int, length: jax.Array, window: int | None) -> jax.Array:
+    """Which of so many tokens the last one of a row of `length` tokens sees, [context] bool."""
+    place = jnp.arange(context)
+    visible = place < length
+    return visible if window is None else visible & (place >= length - window)

@@ -52,7 +52,7 @@ def data_of(number: int, draw: random.Random) -> SequenceData:
 def sent(plans: Sequence[Plan]) -> SentStep:
     """The last step of a program."""
     output: Any = SimpleNamespace(fed=FED)
-    place = places_in_span(plans)[-1] if len(plans) > 1 else None
+    place = places_in_span(plans)[-1]
     return SentStep(plans[-1], output, 0.0, place=place)
 
 

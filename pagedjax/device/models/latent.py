@@ -221,9 +221,7 @@ class LatentAttention(nnx.Module):
             jnp.where(is_long, q_lens, 0),
             **self._options,
         )
-        token = jnp.arange(t, dtype=jnp.int32)
-        row = jnp.minimum((token[:, None] >= rows.cu_q_lens[1:]).sum(1), len(is_long) - 1)
-        is_absorbed = ~is_long[row] & (token < rows.cu_q_lens[-1])
+        is_absorbed = _tokens_of(~is_long, rows.cu_q_lens, t)
         order = jnp.argsort(~is_absorbed, stable=True)  # the absorbed tokens come first
         ends = jnp.cumsum(jnp.where(is_long, 0, q_lens), dtype=jnp.int32)
         absorbed_rows = rows._replace(
@@ -253,6 +251,17 @@ class Rows(NamedTuple):
     block_tables: jax.Array  # [B, M]
     seq_lens: jax.Array  # [B]
     cu_q_lens: jax.Array | None  # [B + 1]
+
+
+def _tokens_of(is_chosen: jax.Array, cu_q_lens: jax.Array, t: int) -> jax.Array:
+    """Which of t tokens belong to the rows that are chosen, [T] bool.
+
+    Args:
+        is_chosen: [B] of the rows whose first tokens and end are cu_q_lens [B + 1].
+    """
+    token = jnp.arange(t, dtype=jnp.int32)
+    row = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1), len(is_chosen) - 1)
+    return is_chosen[row] & (token < cu_q_lens[-1])
 
 
 def _row_of(pages: jax.Array, latents: jax.Array, keys: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ SLIDING = "sliding_attention"
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 QKV = "q_proj", "k_proj", "v_proj"
 GATE_UP = "gate_proj", "up_proj"
-STACKS = "gate_up_proj", "down_proj"  # of all experts of a layer
+STACKS = {"up": "gate_up_proj", "down": "down_proj"}  # of all experts of a layer
 QWEN_MOE = "qwen2_moe", "qwen3_moe"
 
 
@@ -360,36 +360,39 @@ def experts_table(
     assert c.experts is not None
     e = c.experts
     path = ("blocks", str(layer), "mlp")
-    gate, up, down = names
-    experts = [f"{prefix}experts.{i}." for i in range(e.count)]
-    ups = tuple(f"{expert}{name}.weight" for expert in experts for name in (gate, up))
-    downs = tuple(f"{expert}{down}.weight" for expert in experts)
     routers = (f"{prefix}gate.weight",)
     rows = ()
     if e.shared_gate:
         routers = (*routers, f"{prefix}{shared}_gate.weight")
         rows = (e.count, 1)
     router_shape = e.count + e.shared_gate, c.hidden
-    shapes = (e.count * 2 * e.intermediate, c.hidden), (e.count * c.hidden, e.intermediate)
+    gate, up, down = names
     table = [
         ParamSource((*path, "router", "weight"), routers, router_shape, rows=rows),
-        *[
-            ParamSource(
-                (*path, name),
-                sources,
-                shape,
-                alternative=ParamSource(
-                    (*path, name), (f"{prefix}experts.{stack}",), shape, stacked=e.count
-                ),
-            )
-            for name, sources, shape, stack in zip(
-                ("up", "down"), (ups, downs), shapes, STACKS, strict=True
-            )
-        ],
+        _stack(c, (*path, "up"), f"{prefix}experts.", (gate, up)),
+        _stack(c, (*path, "down"), f"{prefix}experts.", (down,)),
     ]
     if e.shared:
         table += _shared_table(c, e.shared, (*path, "shared"), f"{prefix}{shared}.", names)
     return table
+
+
+def _stack(
+    c: DecoderConfig, path: tuple[str, ...], prefix: str, names: Sequence[str]
+) -> ParamSource:
+    """The matrices of all experts that are gate and up, or down.
+
+    Args:
+        names: of an expert's tensors.
+    """
+    assert c.experts is not None
+    count = c.experts.count
+    size = c.experts.intermediate
+    shape = (count * 2 * size, c.hidden) if path[-1] == "up" else (count * c.hidden, size)
+    sources = tuple(f"{prefix}{i}.{name}.weight" for i in range(count) for name in names)
+    stack = STACKS[path[-1]]
+    alternative = ParamSource(path, (f"{prefix}{stack}",), shape, stacked=count)
+    return ParamSource(path, sources, shape, alternative=alternative)
 
 
 def _shared_table(

@@ -127,9 +127,14 @@ def mlfq(
     return _policy(levels, quantum, ratio, float(prompt_work), patience)
 
 
-@cache
-def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience: int) -> Policy:
-    quanta = [quantum * ratio**level for level in range(levels - 1)] + [float("inf")]
+def _after_events(
+    memory: Queues, events: Sequence[PolicyEvent], quanta: Sequence[float], prompt_work: float
+) -> Map[str, Job]:
+    """The unfinished jobs after the events of a step.
+
+    Args:
+        quanta: of each level, in tokens.
+    """
 
     def worked(job: Job, work: float) -> Job:
         """A job after some work: at the next level if its quantum is used up."""
@@ -138,32 +143,40 @@ def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience:
             return job._replace(work=work)
         return job._replace(level=job.level + 1, work=0.0)
 
+    step = memory.step + 1
+    jobs = memory.jobs.mutate()
+    for event in events:
+        if isinstance(event, Submitted):
+            request = event.seq.request
+            work = prompt_work * request.prompt_len
+            level = next(i for i, tokens in enumerate(quanta) if work + 1 <= tokens)
+            jobs[event.seq.request_id] = Job(level, 0.0, request.prompt_len, step)
+            for name in request.forks:
+                jobs[name] = Job(level, work, 0, None)
+        elif isinstance(event, Finished):
+            jobs.pop(event.request_id, None)
+        elif isinstance(event, TOKEN_EVENTS):
+            for name in event.request_ids:
+                if name in jobs:
+                    jobs[name] = worked(jobs[name], 1.0)._replace(waited=0)
+        elif isinstance(event, Preempted):
+            job = jobs[event.request_id]
+            jobs[event.request_id] = job._replace(since=step, waited=job.waited + 1)
+        elif isinstance(event, (Admitted, Resumed)):
+            job = jobs[event.request_id]
+            waited = 0 if job.prompt else waited_in_all(job, memory.step)
+            job = worked(job, prompt_work * job.prompt)
+            jobs[event.request_id] = job._replace(prompt=0, since=None, waited=waited)
+    return jobs.finish()
+
+
+@cache
+def _policy(levels: int, quantum: int, ratio: int, prompt_work: float, patience: int) -> Policy:
+    quanta = [quantum * ratio**level for level in range(levels - 1)] + [float("inf")]
+
     def observe(memory: Queues, events: Sequence[PolicyEvent], now: float | None) -> Queues:
         step = memory.step + 1
-        jobs = memory.jobs.mutate()
-        for event in events:
-            if isinstance(event, Submitted):
-                request = event.seq.request
-                work = prompt_work * request.prompt_len
-                level = next(i for i, tokens in enumerate(quanta) if work + 1 <= tokens)
-                jobs[event.seq.request_id] = Job(level, 0.0, request.prompt_len, step)
-                for name in request.forks:
-                    jobs[name] = Job(level, work, 0, None)
-            elif isinstance(event, Finished):
-                jobs.pop(event.request_id, None)
-            elif isinstance(event, TOKEN_EVENTS):
-                for name in event.request_ids:
-                    if name in jobs:
-                        jobs[name] = worked(jobs[name], 1.0)._replace(waited=0)
-            elif isinstance(event, Preempted):
-                job = jobs[event.request_id]
-                jobs[event.request_id] = job._replace(since=step, waited=job.waited + 1)
-            elif isinstance(event, (Admitted, Resumed)):
-                job = jobs[event.request_id]
-                waited = 0 if job.prompt else waited_in_all(job, memory.step)
-                job = worked(job, prompt_work * job.prompt)
-                jobs[event.request_id] = job._replace(prompt=0, since=None, waited=waited)
-        unfinished = jobs.finish()
+        unfinished = _after_events(memory, events, quanta, prompt_work)
         promoted = {
             name: job._replace(level=0, work=0.0)
             for name, job in unfinished.items()

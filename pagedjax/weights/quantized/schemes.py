@@ -154,30 +154,41 @@ def rounded(
     weights = matrices.reshape(-1, matrices.shape[-1])
     group = scheme.group or weights.shape[1]
     of_cells = None if importance is None else importance.reshape(-1, group)
-    numbers = []
-    scales = []
-    error = 0.0
-    size = 0.0
-    scale_dtype = np_dtype(dtype)
-    for start in range(0, len(weights), ROWS):
-        rows = weights[start : start + ROWS]
-        cells = rows.reshape(len(rows), -1, group)
-        if scheme.kind == "float":
-            parts = float8(cells, scale_dtype)
-        else:
-            parts = symmetric(cells, scheme.bits, scale_dtype, of_cells)
-        differences = weights_of(parts) - rows
-        error += float(np.vdot(differences, differences))
-        size += float(np.vdot(rows, rows))
-        numbers.append(parts.numbers.reshape(rows.shape))
-        scales.append(parts.scales.astype(scale_dtype))
-    all_numbers = np.concatenate(numbers)
-    arrays = [_words(all_numbers) if scheme.bits == 4 else all_numbers, np.concatenate(scales)]
+    parts = [
+        _round_rows(scheme, weights[start : start + ROWS], group, dtype, of_cells)
+        for start in range(0, len(weights), ROWS)
+    ]
+    numbers = np.concatenate([part.arrays[0] for part in parts])
+    scales = np.concatenate([part.arrays[1] for part in parts])
+    arrays = [_words(numbers) if scheme.bits == 4 else numbers, scales]
     arrays = [array.reshape(*matrices.shape[:-1], -1) for array in arrays]
     arrays = [array.swapaxes(-1, -2) if turned else array for array in arrays]
     if scheme.bits == 4:
         arrays.append(np.array(tensor.shape, np.int64))
-    return Rounded(arrays, error, size)
+    return Rounded(arrays, sum(part.error for part in parts), sum(part.size for part in parts))
+
+
+def _round_rows(
+    scheme: Scheme, rows: np.ndarray, group: int, dtype: str, importance: np.ndarray | None
+) -> Rounded:
+    """Rounds some rows [rows, in] of a matrix. The arrays are numbers [rows, in] and scales [rows,
+    groups].
+
+    Args:
+        importance: of the inputs, by group.
+    """
+    scale_dtype = np_dtype(dtype)
+    cells = rows.reshape(len(rows), -1, group)
+    if scheme.kind == "float":
+        parts = float8(cells, scale_dtype)
+    else:
+        parts = symmetric(cells, scheme.bits, scale_dtype, importance)
+    differences = weights_of(parts) - rows
+    return Rounded(
+        arrays=[parts.numbers.reshape(rows.shape), parts.scales.astype(scale_dtype)],
+        error=float(np.vdot(differences, differences)),
+        size=float(np.vdot(rows, rows)),
+    )
 
 
 def _words(numbers: np.ndarray) -> np.ndarray:

@@ -92,6 +92,16 @@ class StateMixer(Mixer):
         return states.StateShape(*self.sizes, delta=self.readers > 1)
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """How many outputs of the layer's first product each of its vectors has."""
+        raise NotImplementedError
+
+    def split(self, product: jax.Array) -> list[jax.Array]:
+        """The vectors in the first product [T, ...], by `parts`."""
+        ends = [sum(self.parts[: i + 1]) for i in range(len(self.parts) - 1)]
+        return jnp.split(product, ends, axis=1)
+
+    @property
     def keys(self) -> int:
         """Numbers of all keys of a token."""
         return self.key_heads * self.key_dim

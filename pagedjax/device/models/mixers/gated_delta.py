@@ -86,24 +86,26 @@ class GatedDeltaLayer(MixerLayer):
     ) -> tuple[KeptNumbers, jax.Array, jax.Array]:
         """(pages, outputs of the state [T, N, D], z [T, N D])."""
         m = self.mixer
-        ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
-        product = self.inner(x, norm=norm, sizes=batch.used_tokens)
-        inputs, gate, rate, decay = jnp.split(product, ends, axis=1)
+        inputs, gate, rate, decay = m.split(self.inner(x, norm=norm, sizes=batch.used_tokens))
         kernel = states_of(attend)
         pages = self.pages(arrays, batch)
         kept, of_step = with_inputs(pages, CONV_INPUT, inputs, batch, m.length, kernel)
         query, key, value = self._convolved(kept, batch, of_step)
-        speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
-        bias = self.decay_bias[...].astype(jnp.float32)
         of_tokens = Inputs(
             query=query,
             key=key,
             value=value,
-            decay=speed * jax.nn.softplus(decay.astype(jnp.float32) + bias),
+            decay=self._decay(decay),
             rate=jax.nn.sigmoid(rate.astype(jnp.float32)),
         )
         kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch, kernel)
         return kept, y, gate
+
+    def _decay(self, product: jax.Array) -> jax.Array:
+        """-exp(decay_log) softplus(product + bias), [T, N]."""
+        bias = self.decay_bias[...].astype(jnp.float32)
+        speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
+        return speed * jax.nn.softplus(product.astype(jnp.float32) + bias)
 
     def _convolved(
         self, kept: KeptNumbers, batch: Batch, of_step: StepInputs | None = None

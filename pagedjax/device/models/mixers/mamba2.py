@@ -96,16 +96,14 @@ class Mamba2Layer(MixerLayer):
     ) -> tuple[KeptNumbers, jax.Array, jax.Array]:
         """The pages with these tokens; what the state gives plus skip * v [T, N, D]; z [T, N D]."""
         m = self.mixer
-        ends = [sum(m.parts[: i + 1]) for i in range(len(m.parts) - 1)]
-        product = self.inner(x, norm=norm, sizes=batch.used_tokens)
-        gate, inputs, step = jnp.split(product, ends, axis=1)
+        gate, inputs, step = m.split(self.inner(x, norm=norm, sizes=batch.used_tokens))
         kernel = states_of(attend)
         pages = self.pages(arrays, batch)
         kept, of_step = with_inputs(pages, CONV_INPUT, inputs, batch, m.length, kernel)
         value, key, query = self._convolved(kept, batch, of_step)
         speed = -jnp.exp(self.decay_log[...].astype(jnp.float32))
-        bias = self.step_bias[...].astype(jnp.float32)
-        step = jnp.clip(jax.nn.softplus(step.astype(jnp.float32) + bias), *m.step_limits)
+        step = step.astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
+        step = jnp.clip(jax.nn.softplus(step), *m.step_limits)
         of_tokens = Inputs(query, key, step[..., None] * value, speed * step, rate=None)
         kept, y = decayed_state.run(kept, m.sizes, of_tokens, batch, kernel)
         return kept, y + self._skipped(value), gate
