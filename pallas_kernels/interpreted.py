@@ -18,6 +18,8 @@ from unittest import mock
 import jax
 import numpy as np
 
+from pallas_kernels.races import raised_races
+
 
 @contextmanager
 def interpreted(**options: Any) -> Iterator[None]:
@@ -60,6 +62,22 @@ def interpreted(**options: Any) -> Iterator[None]:
         newer.force_gpu_interpret_mode(newer.InterpretGPUParams(**options)),
     ):
         yield
+
+
+@contextmanager
+def interpreted_without_races() -> Iterator[None]:
+    """The context of `interpreted`, with JAX's detector of races. Results must be computed in it
+    (`jax.block_until_ready`).
+
+    Raises:
+        RuntimeError: two threads access the same memory without an order.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    with interpreted(detect_races=True), raised_races():
+        yield
+    if get_races().races_found:  # JAX 0.11 logs where
+        raise RuntimeError("two accesses to the same memory without an order")
 
 
 class _Products:

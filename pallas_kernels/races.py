@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
-from typing import Literal, TypeVar, get_args
+from collections.abc import Callable, Iterator
+from typing import Literal, NoReturn, TypeVar, get_args
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 Mode = Literal["on_wait", "eager"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Result = TypeVar("Result")
+DETECTED = "RACE DETECTED\n"  # in what JAX's detector says
 
 
 def without_races(call: Callable[[pltpu.InterpretParams], Result], mode: Mode) -> Result:
@@ -33,7 +34,7 @@ def without_races(call: Callable[[pltpu.InterpretParams], Result], mode: Mode) -
 
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), raised_races():
             result = jax.block_until_ready(
                 call(pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True))
             )
@@ -44,8 +45,26 @@ def without_races(call: Callable[[pltpu.InterpretParams], Result], mode: Mode) -
                 "pass it on as `interpret`"
             )
         if races.races_found:
-            first = printed.getvalue().partition("RACE DETECTED\n")[2].partition("\n\n")[0]
-            raise RuntimeError(f"two accesses to the same memory without an order:\n{first}")
+            raise_race(printed.getvalue())
     finally:
         interpret_pallas_call.reset_tpu_interpret_mode_state()
     return result
+
+
+@contextlib.contextmanager
+def raised_races() -> Iterator[None]:
+    """Within the block, a race is the RuntimeError of `raise_race`. JAX 0.12 raises an error of its
+    own, and earlier versions go on and remember that there was a race.
+    """
+    try:
+        yield
+    except Exception as error:
+        if DETECTED in str(error):
+            raise_race(str(error))
+        raise
+
+
+def raise_race(report: str) -> NoReturn:
+    """Raises RuntimeError with the first race in the detector's report."""
+    first = report.partition(DETECTED)[2].partition("\n\n")[0]
+    raise RuntimeError(f"two accesses to the same memory without an order:\n{first}")

@@ -11,7 +11,7 @@ from flax import nnx
 
 from pagedjax.device import formats
 from pagedjax.device.linear import Implementation, LowRank, Matrix, Norm, find
-from pagedjax.device.row_reductions import row_means, row_sums
+from pagedjax.device.row_reductions import reciprocal_sqrt, row_means, row_sums
 
 
 class Buffer(nnx.Variable):
@@ -165,7 +165,7 @@ def values(param: nnx.Param | None) -> jax.Array | None:
 def rms_normed(x: jax.Array, eps: float) -> jax.Array:
     """x [..., H] with an RMS norm without a weight over its last axis, in float32."""
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(row_means(y * y) + eps)).astype(x.dtype)
+    return (y * reciprocal_sqrt(row_means(y * y) + eps)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -200,7 +200,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(self._means(y * y) + self.eps)
+        y = y * reciprocal_sqrt(self._means(y * y) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
         return (y * (1 + weight if self.plus_one else weight)).astype(x.dtype)
 
@@ -216,7 +216,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y - row_means(y)
-        y = y * jax.lax.rsqrt(row_means(y * y) + self.eps)
+        y = y * reciprocal_sqrt(row_means(y * y) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
         bias = self.bias[...].astype(jnp.float32)
         return (y * weight + bias).astype(x.dtype)

@@ -43,16 +43,36 @@ def row_maxima(x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cpu=cpu, default=lambda x: x.max(-1))[..., None]
 
 
+def reciprocal_sqrt(x: jax.Array) -> jax.Array:
+    """1 / sqrt(x), float32. On a CPU, XLA of JAX 0.12 computes `rsqrt` of a few numbers otherwise
+    than that of many. It would make `rsqrt` of a quotient, too, so the barrier keeps the two apart.
+    """
+    return lax.platform_dependent(
+        x, cpu=lambda x: 1 / lax.optimization_barrier(lax.sqrt(x)), default=lax.rsqrt
+    )
+
+
 def softmax(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [..., N], over the last axis."""
-    shares = jnp.exp(x - lax.stop_gradient(row_maxima(x)))
+    shares = jnp.exp(_below_maximum(x))
     return shares / row_sums(shares)[..., None]
 
 
 def log_softmax(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [..., N], over the last axis."""
-    below = x - lax.stop_gradient(row_maxima(x))
+    below = _below_maximum(x)
     return below - jnp.log(row_sums(jnp.exp(below)))[..., None]
+
+
+def _below_maximum(x: jax.Array) -> jax.Array:
+    """x - max, over the last axis. On a CPU it is computed apart from its exponential function: the
+    compiler of JAX 0.12 would round the two together for some numbers of rows.
+    """
+    return lax.platform_dependent(
+        x - lax.stop_gradient(row_maxima(x)),
+        cpu=lax.optimization_barrier,
+        default=lambda x: x,
+    )
 
 
 def weighted_sums(x: jax.Array, weights: jax.Array) -> jax.Array:

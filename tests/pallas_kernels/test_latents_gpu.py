@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pagedjax.device import attention
-from pallas_kernels.interpreted import interpreted
+from pallas_kernels.interpreted import interpreted, interpreted_without_races
 from pallas_kernels.paged_attention import latent_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from tests.device.test_attention import Device
@@ -36,14 +36,12 @@ pytestmark = pytest.mark.few_optimisations
 
 def run(case: Case, **tiles: int) -> np.ndarray:
     """Of the batch's rows, which have one query token each, under race detection."""
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-
     from pallas_kernels.paged_attention.pallas_gpu import latents
 
     options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
     q, pages, _, tables, lengths, _ = map(jnp.asarray, case.arguments)
     rows = jnp.arange(len(lengths), dtype=jnp.int32)
-    with interpreted(detect_races=True):
+    with interpreted_without_races():
         out = latents.attend(
             q[: len(rows)],
             pages,
@@ -54,9 +52,7 @@ def run(case: Case, **tiles: int) -> np.ndarray:
             tiles=SMALL._replace(**tiles),
             **options,
         )
-    output = np.asarray(out, np.float32)
-    assert not get_races().races_found, "two threads touch the same memory without an order"
-    return output
+        return np.asarray(out, np.float32)
 
 
 def check(case: Case, **tiles: int) -> None:

@@ -31,7 +31,7 @@ from pagedjax.device.models.mixers.mixer import (
     convolution,
     with_inputs,
 )
-from pagedjax.device.row_reductions import row_means
+from pagedjax.device.row_reductions import reciprocal_sqrt, row_means
 
 EPS = 1e-6  # of the lengths of queries and keys
 
@@ -122,7 +122,7 @@ class GatedDeltaLayer(MixerLayer):
     def _output(self, y: jax.Array, gate: jax.Array, batch: Batch, residual) -> jax.Array:
         """out(norm(y) * silu(gate))."""
         y = y.astype(self.dtype).astype(jnp.float32)
-        y = y * jax.lax.rsqrt(row_means(y * y) + self.config.eps)
+        y = y * reciprocal_sqrt(row_means(y * y) + self.config.eps)
         y = y * self.norm[...].astype(jnp.float32)
         y = y.reshape(len(y), -1) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out(y.astype(self.dtype), residual=residual, sizes=batch.used_tokens)
@@ -130,4 +130,4 @@ class GatedDeltaLayer(MixerLayer):
 
 def _unit(x: jax.Array) -> jax.Array:
     """x [..., E] divided by its length."""
-    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + EPS)
+    return x * reciprocal_sqrt((x * x).sum(axis=-1, keepdims=True) + EPS)

@@ -31,7 +31,7 @@ from pagedjax.device.models.mixers.mixer import (
     convolution,
     with_inputs,
 )
-from pagedjax.device.row_reductions import row_means
+from pagedjax.device.row_reductions import reciprocal_sqrt, row_means
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,6 @@ class Mamba2Layer(MixerLayer):
         """out(norm(y * silu(gate)))."""
         y = y.reshape(len(y), -1) * jax.nn.silu(gate.astype(jnp.float32))
         parts = y.reshape(len(y), self.mixer.norm_parts, -1)
-        parts = parts * jax.lax.rsqrt(row_means(parts * parts) + self.config.eps)
+        parts = parts * reciprocal_sqrt(row_means(parts * parts) + self.config.eps)
         y = parts.reshape(y.shape) * self.norm[...].astype(jnp.float32)
         return self.out(y.astype(self.dtype), residual=residual, sizes=batch.used_tokens)
