@@ -56,7 +56,7 @@ from experiments.hardware.compiled import (
     room,
 )
 from experiments.hardware.compilers import TARGETS, Target
-from pagedjax.device import formats, linear, memory
+from pagedjax.device import attention, formats, linear, memory
 from pagedjax.device.models import llama, split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
@@ -230,6 +230,11 @@ def compile_step_parser() -> argparse.ArgumentParser:
         help="the implementation of products (default xla)",
     )
     parser.add_argument(
+        "--attention",
+        choices=tuple(attention.IMPLS),
+        help="the implementation of attention (default pallas_gpu or pallas_tpu, by the target)",
+    )
+    parser.add_argument(
         "--tokens", type=int, help="of the largest step (default 512; of a span, --rows)"
     )
     parser.add_argument("--rows", type=int, default=64, help="sequences of a step (default 64)")
@@ -305,6 +310,20 @@ def check_products(config: DecoderConfig, target: Target, mesh: MeshConfig | Non
         raise ValueError(f"--linear {name!r} {obstacle}; choose other --weights, or 'xla'")
 
 
+def with_attention(target: Target, name: str | None) -> Target:
+    """The target with another implementation of attention; None: its own.
+
+    Raises:
+        ValueError: the implementation is for other chips.
+    """
+    if name not in (None, "xla") and not name.startswith(target.impl):
+        raise ValueError(
+            f"--attention is {name!r}, which is for other chips than {target.name}; use 'xla', or a "
+            f"name that begins with {target.impl!r}"
+        )
+    return target._replace(impl=name or target.impl)
+
+
 def check_span(args: argparse.Namespace, target: Target) -> None:
     """Raises ValueError if the options of a span do not fit together."""
     if args.loops != "graph" and (target.platform != "cuda" or args.span == 1):
@@ -329,6 +348,7 @@ def main(argv: list[str] | None = None) -> int:
         compiled = config_of(args.model, args.weights, args.layers, args.linear)
         full = config_of(args.model, args.weights, products=args.linear)
         check_products(full, target, args.mesh)
+        target = with_attention(target, args.attention)
         topology = compilers.topology_of(target, mesh.size, args.topology)
         target.network(mesh.size)  # refuses a mesh with more devices than its links connect
         part = full

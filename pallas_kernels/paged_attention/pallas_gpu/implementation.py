@@ -172,6 +172,13 @@ def latent_attention(
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
+def rotate_and_write(*arrays: jax.Array, queries: int) -> tuple[jax.Array | None, ...]:
+    """See `kv_write.api.rotate_and_write`."""
+    from pallas_kernels.kv_write import pallas_gpu  # it imports Mosaic GPU
+
+    return pallas_gpu.rotate_and_write(*arrays, queries=queries)
+
+
 def dtype_obstacle(dtype: str) -> str:
     """Returns why this JAX, or pages of a dtype, cannot be used; empty if they can."""
     if reason := old_jax():
@@ -267,3 +274,5 @@ OVERLAPPED = IMPLEMENTATION._replace(
     without_drafts=partial(paged_attention, short_rows=False, overlapped=True),
     latents=None,
 )
+# It is the same implementation but for the kernel that rotates and writes, which no GPU has run.
+FUSED = IMPLEMENTATION._replace(name="pallas_gpu_fused", rotate_and_write=rotate_and_write)
