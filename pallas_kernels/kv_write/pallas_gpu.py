@@ -65,7 +65,7 @@ def rotate_and_write(k_pages, v_pages, heads, angles, slots, *, queries: int):
     halves = pl.ds(0, d // 2), pl.ds(d // 2, d // 2)
     dtype = k_pages.dtype
 
-    def rotate_write(heads_ref, angles_ref, slots_ref, k_ref, v_ref, *q_refs):
+    def rotated_write(heads_ref, angles_ref, slots_ref, k_ref, v_ref, *q_refs):
         token = lax.axis_index("token")
         slot = slots_ref[token]
         page = lax.div(slot, jnp.int32(block_size))
@@ -104,7 +104,7 @@ def rotate_and_write(k_pages, v_pages, heads, angles, slots, *, queries: int):
             write(v_ref.at[page, :, offset], v)
 
     kernel = plgpu.kernel(
-        rotate_write,
+        rotated_write,
         out_type=[jax.ShapeDtypeStruct((t, queries, d), dtype)] if queries else [],
         grid=(t,),
         grid_names=("token",),
