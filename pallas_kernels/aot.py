@@ -76,6 +76,7 @@ class Case:
     queries: int = 1  # of a decoded row
     options: tuple[tuple[str, float], ...] = ()
     sinks: bool = False
+    in_place: bool = False  # queries are read where they are
 
     def __str__(self) -> str:
         words = [
@@ -92,6 +93,8 @@ class Case:
         words += [name for name, _ in self.options]
         if self.sinks:
             words.append("sinks")
+        if self.in_place:
+            words.append("in place")
         return ", ".join(words)
 
     def function_and_shapes(self, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
@@ -124,6 +127,8 @@ class Case:
             call = partial(chunks.chunks, tiles=tiles)
         else:
             call = partial(decode.decode_short if is_short else decode.decode, tiles=tiles)
+        if self.in_place:
+            options["in_place"] = True
         bound = partial(call, scale=self.head_size**-0.5, **options)
         arrays = [q, cache, cache, ints(rows, blocks), *row_arrays]
         if not self.sinks:
@@ -235,6 +240,8 @@ def cases() -> Iterator[AnyCase]:
             if kernel == "decode":
                 yield Case(kernel, d, 16, 4, parts=True)
                 yield Case(kernel, d, 16, 4, parts=True, sinks=True)
+                for group in (1, 4, 8):
+                    yield Case(kernel, d, 16, group, sinks=group == 4, in_place=True)
     for d in HEAD_SIZES:
         for queries in SHORT:
             short = partial(Case, "decode", d, queries=queries)
