@@ -16,8 +16,9 @@ parameters and cache are shapes and take no memory here. Nothing is executed.
 The command prints the memory report of one device of such an engine, the collectives of the
 compiled program, and the time that they take on the chip's links, by a roofline
 (experiments/simulation/collectives.py). It fails if the compiler refuses the step, if the cache is
-not updated in place, if a cache array is copied whole, if logits are copied, or if the devices
-exchange anything but what a step must (exchanges.py).
+not updated in place, if a cache array is copied whole, if logits are copied, if `--attention` has a
+kernel that rotates and writes and a layer does not run it, or if the devices exchange anything but
+what a step must (exchanges.py).
 
 For a GPU it prints too what the host launches (launches.py). If `--tokens` is at most `--rows`, the
 step is one of decodes alone.
@@ -79,13 +80,18 @@ MODELS = SHAPES | {
         "num_attention_heads": 64,
     },
 }
+ROTATED_WRITE = "rotated_write"  # the kernel of pallas_kernels/kv_write/pallas_gpu.py
 # instructions that may have a cache array as result: an in-place kernel or scatter, or an
 # instruction that moves nothing
 HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter", "while"}
 
 
-def faults(step: Step) -> list[str]:
-    """What must not be in a step, as sentences."""
+def faults(step: Step, rotated_writes: int = 0) -> list[str]:
+    """What must not be in a step, as sentences.
+
+    rotated_writes: how often it must rotate, and write keys and values, by one kernel; 0: it has
+        no such kernel.
+    """
     sentences = [
         f"whole cache arrays are made by {count} x {kind}"
         for kind, count in sorted(step.copies.items())
@@ -98,6 +104,11 @@ def faults(step: Step) -> list[str]:
     if step.logits_copies:
         sentences.append(
             f"the logits of rows without options are copied {step.logits_copies} times"
+        )
+    if rotated_writes and (step.kernels[ROTATED_WRITE] < rotated_writes or step.copies["scatter"]):
+        sentences.append(
+            f"{rotated_writes} layers rotate and write by one kernel, and it runs "
+            f"{step.kernels[ROTATED_WRITE]} times, beside {step.copies['scatter']} scatters"
         )
     differences = exchanges.differences(step.collectives, step.required)
     return sentences + [difference.text for difference in differences if difference.wrong]
@@ -413,7 +424,8 @@ def compile_and_report(
     except ValueError as error:
         print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
-    sentences = faults(step)
+    rotates = attention.find(target.impl).rotate_and_write is not None
+    sentences = faults(step, plan.span * compiled.layers if rotates else 0)
     kernels = ", ".join(f"{count} x {kernel}" for kernel, count in sorted(step.kernels.items()))
     paragraphs = [
         str(placement) if placement else "",
