@@ -76,6 +76,7 @@ class Case:
     queries: int = 1  # of a decoded row
     options: tuple[tuple[str, float], ...] = ()
     sinks: bool = False
+    in_place: bool = False  # queries are read where they are
 
     def __str__(self) -> str:
         words = [
@@ -92,6 +93,8 @@ class Case:
         words += [name for name, _ in self.options]
         if self.sinks:
             words.append("sinks")
+        if self.in_place:
+            words.append("in place")
         return ", ".join(words)
 
     def function_and_shapes(self, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
@@ -124,6 +127,8 @@ class Case:
             call = partial(chunks.chunks, tiles=tiles)
         else:
             call = partial(decode.decode_short if is_short else decode.decode, tiles=tiles)
+        if self.in_place:
+            options["in_place"] = True
         bound = partial(call, scale=self.head_size**-0.5, **options)
         arrays = [q, cache, cache, ints(rows, blocks), *row_arrays]
         if not self.sinks:
@@ -151,6 +156,44 @@ class Case:
         return shared, tiles.decode_stages
 
 
+@dataclasses.dataclass(frozen=True)
+class RotatedWrite:
+    """One compiled program: queries and keys are rotated, and keys and values written."""
+
+    head_size: int
+    heads: int  # of queries; 0: keys and values alone
+    kv_heads: int
+    dtype: str = "bfloat16"
+    kernel: str = "rotated_write"
+
+    def __str__(self) -> str:
+        sizes = f"D {self.head_size}, N {self.heads}, K {self.kv_heads}"
+        return f"{self.kernel}, {sizes}, {self.dtype}"
+
+    def function_and_shapes(self, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
+        """Returns the kernel as a function, and the shapes of its arguments."""
+        import jax
+
+        from pallas_kernels.kv_write.pallas_gpu import rotate_and_write
+
+        t = 64
+        pages = jax.ShapeDtypeStruct((1024, self.kv_heads, 16, self.head_size), self.dtype)
+        heads = jax.ShapeDtypeStruct(
+            (t, self.heads + 2 * self.kv_heads, self.head_size), self.dtype
+        )
+        angles = jax.ShapeDtypeStruct((2, t, self.head_size // 2), "float32")
+        slots = jax.ShapeDtypeStruct((t,), "int32")
+        call = partial(rotate_and_write, queries=self.heads)
+        return call, [pages, pages, heads, angles, slots]
+
+    def memory(self, tiles: Tiles) -> tuple[int, int]:
+        """Returns the bytes of shared memory that the kernel asks for, and the tiles in flight."""
+        return 0, 0
+
+
+AnyCase = Case | RotatedWrite | Product
+
+
 class Compiled(NamedTuple):
     """The compiler's report of a program."""
 
@@ -169,8 +212,9 @@ GPT_OSS = tuple(
 )
 
 
-def cases() -> Iterator[Case | Product]:
-    """Yields every supported shape, of attention and of products with stored weights.
+def cases() -> Iterator[AnyCase]:
+    """Yields every supported shape, of attention, of products with stored weights, and some of
+    rotated writes.
 
     Each option that changes the program comes alone and in the combinations that matter.
     """
@@ -196,6 +240,8 @@ def cases() -> Iterator[Case | Product]:
             if kernel == "decode":
                 yield Case(kernel, d, 16, 4, parts=True)
                 yield Case(kernel, d, 16, 4, parts=True, sinks=True)
+                for group in (1, 4, 8):
+                    yield Case(kernel, d, 16, group, sinks=group == 4, in_place=True)
     for d in HEAD_SIZES:
         for queries in SHORT:
             short = partial(Case, "decode", d, queries=queries)
@@ -219,11 +265,17 @@ def cases() -> Iterator[Case | Product]:
     yield latents(16, 16, options=(("window", 4096),))
     yield latents(16, 16, options=(("soft_cap", 50.0),))
     yield latents(16, 16, parts=True)
+    for d in (64, 128, 256):
+        for heads, kv_heads in ((32, 8), (0, 8), (9, 3), (2, 2), (5, 1)):
+            yield RotatedWrite(d, heads, kv_heads)
+    yield RotatedWrite(128, 128, 16)  # as many numbers as a thread may have
+    for dtype in ("float16", "float32"):
+        yield RotatedWrite(64, 32, 4, dtype)
     yield from GPT_OSS
     yield from aot_linear.gpu_products()
 
 
-def compile_case(case: Case | Product, target: Target, tiles: Tiles) -> Compiled:
+def compile_case(case: AnyCase, target: Target, tiles: Tiles) -> Compiled:
     """Compiles one case. Raises the compiler's errors."""
     import jax
     from jax.experimental import topologies
@@ -340,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument(
         "--only",
-        choices=("decode", "chunks", "overlapped", "latents", "product"),
+        choices=("decode", "chunks", "overlapped", "latents", "rotated_write", "product"),
         help="one kernel, of those for GPUs",
     )
     parser.add_argument(
@@ -381,18 +433,19 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def quick(programs: list[Case | Product]) -> list[Case | Product]:
-    """Returns the first case of each kernel, head size and number of queries, `GPT_OSS`, and a few
-    products.
+def quick(programs: list[AnyCase]) -> list[AnyCase]:
+    """Returns the first case of each kernel, head size and number of queries, `GPT_OSS`, one rotated
+    write, and a few products.
     """
     products = [case for case in programs if isinstance(case, Product)]
-    attention = [case for case in programs if not isinstance(case, Product)]
+    attention = [case for case in programs if isinstance(case, Case)]
     firsts = {(c.kernel, c.head_size, c.queries): c for c in reversed(attention)}
     with_sinks = [case for case in attention if case in GPT_OSS]
-    return [*reversed(firsts.values()), *with_sinks, *aot_linear.quick(products)]
+    writes = [case for case in programs if isinstance(case, RotatedWrite)][:1]
+    return [*reversed(firsts.values()), *with_sinks, *writes, *aot_linear.quick(products)]
 
 
-def report(case: Case | Product, target: Target, tiles: Tiles, as_json: bool) -> bool:
+def report(case: AnyCase, target: Target, tiles: Tiles, as_json: bool) -> bool:
     """Compiles a case and prints one line. Returns whether it compiled as it should."""
     line: dict[str, Any] = {"target": target.name, **dataclasses.asdict(case)}
     try:

@@ -16,8 +16,9 @@ parameters and cache are shapes and take no memory here. Nothing is executed.
 The command prints the memory report of one device of such an engine, the collectives of the
 compiled program, and the time that they take on the chip's links, by a roofline
 (experiments/simulation/collectives.py). It fails if the compiler refuses the step, if the cache is
-not updated in place, if a cache array is copied whole, if logits are copied, or if the devices
-exchange anything but what a step must (exchanges.py).
+not updated in place, if a cache array is copied whole, if logits are copied, if `--attention` has a
+kernel that rotates and writes and a layer does not run it, or if the devices exchange anything but
+what a step must (exchanges.py).
 
 For a GPU it prints too what the host launches (launches.py). If `--tokens` is at most `--rows`, the
 step is one of decodes alone.
@@ -56,7 +57,7 @@ from experiments.hardware.compiled import (
     room,
 )
 from experiments.hardware.compilers import TARGETS, Target
-from pagedjax.device import formats, linear, memory
+from pagedjax.device import attention, formats, linear, memory
 from pagedjax.device.models import llama, split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.placement import make_placement
@@ -79,13 +80,18 @@ MODELS = SHAPES | {
         "num_attention_heads": 64,
     },
 }
+ROTATED_WRITE = "rotated_write"  # the kernel of pallas_kernels/kv_write/pallas_gpu.py
 # instructions that may have a cache array as result: an in-place kernel or scatter, or an
 # instruction that moves nothing
 HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter", "while"}
 
 
-def faults(step: Step) -> list[str]:
-    """What must not be in a step, as sentences."""
+def faults(step: Step, rotated_writes: int = 0) -> list[str]:
+    """What must not be in a step, as sentences.
+
+    rotated_writes: how often it must rotate, and write keys and values, by one kernel; 0: it has
+        no such kernel.
+    """
     sentences = [
         f"whole cache arrays are made by {count} x {kind}"
         for kind, count in sorted(step.copies.items())
@@ -98,6 +104,11 @@ def faults(step: Step) -> list[str]:
     if step.logits_copies:
         sentences.append(
             f"the logits of rows without options are copied {step.logits_copies} times"
+        )
+    if rotated_writes and (step.kernels[ROTATED_WRITE] < rotated_writes or step.copies["scatter"]):
+        sentences.append(
+            f"{rotated_writes} layers rotate and write by one kernel, and it runs "
+            f"{step.kernels[ROTATED_WRITE]} times, beside {step.copies['scatter']} scatters"
         )
     differences = exchanges.differences(step.collectives, step.required)
     return sentences + [difference.text for difference in differences if difference.wrong]
@@ -230,6 +241,11 @@ def compile_step_parser() -> argparse.ArgumentParser:
         help="the implementation of products (default xla)",
     )
     parser.add_argument(
+        "--attention",
+        choices=tuple(attention.IMPLS),
+        help="the implementation of attention (default pallas_gpu or pallas_tpu, by the target)",
+    )
+    parser.add_argument(
         "--tokens", type=int, help="of the largest step (default 512; of a span, --rows)"
     )
     parser.add_argument("--rows", type=int, default=64, help="sequences of a step (default 64)")
@@ -305,6 +321,20 @@ def check_products(config: DecoderConfig, target: Target, mesh: MeshConfig | Non
         raise ValueError(f"--linear {name!r} {obstacle}; choose other --weights, or 'xla'")
 
 
+def with_attention(target: Target, name: str | None) -> Target:
+    """The target with another implementation of attention; None: its own.
+
+    Raises:
+        ValueError: the implementation is for other chips.
+    """
+    if name not in (None, "xla") and not name.startswith(target.impl):
+        raise ValueError(
+            f"--attention is {name!r}, which is for other chips than {target.name}; use 'xla', or a "
+            f"name that begins with {target.impl!r}"
+        )
+    return target._replace(impl=name or target.impl)
+
+
 def check_span(args: argparse.Namespace, target: Target) -> None:
     """Raises ValueError if the options of a span do not fit together."""
     if args.loops != "graph" and (target.platform != "cuda" or args.span == 1):
@@ -329,6 +359,7 @@ def main(argv: list[str] | None = None) -> int:
         compiled = config_of(args.model, args.weights, args.layers, args.linear)
         full = config_of(args.model, args.weights, products=args.linear)
         check_products(full, target, args.mesh)
+        target = with_attention(target, args.attention)
         topology = compilers.topology_of(target, mesh.size, args.topology)
         target.network(mesh.size)  # refuses a mesh with more devices than its links connect
         part = full
@@ -393,7 +424,8 @@ def compile_and_report(
     except ValueError as error:
         print(f"error: {name}, on {chips}: {error}", file=sys.stderr)
         return 1
-    sentences = faults(step)
+    rotates = attention.find(target.impl).rotate_and_write is not None
+    sentences = faults(step, plan.span * compiled.layers if rotates else 0)
     kernels = ", ".join(f"{count} x {kernel}" for kernel, count in sorted(step.kernels.items()))
     paragraphs = [
         str(placement) if placement else "",

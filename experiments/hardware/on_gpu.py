@@ -14,6 +14,8 @@
               steps consist of
     overlapped  gpu_numerics of the other kernel for prompts, `pallas_gpu_overlapped`: is it right?
     prompts   gpu_attention of prompts alone: that kernel beside `pallas_gpu` and cuDNN
+    writes    experiments.hardware.gpu_writes: is the kernel that rotates and writes right, and are
+              steps of `pallas_gpu_fused` faster?
     goldens   experiments.hardware.gpu_goldens: a real model against transformers
     predict   experiments.hardware.gpu_prediction: study 010, a simulation against measured runs
     peers     experiments.hardware.gpu_peers: the engine's requests in a plain loop with CUDA
@@ -67,6 +69,7 @@ LIMITS = {
     "engine": 240,
     "overlapped": 60,
     "prompts": 60,
+    "writes": 110,
     "goldens": 60,
     "predict": 120,
     "peers": 150,
@@ -133,6 +136,7 @@ def parts(
             "--contenders",
             *("pallas_gpu", OVERLAPPED, "cudnn, contiguous"),
         ),
+        part("writes", "experiments.hardware.gpu_writes"),
         part(
             "goldens",
             "experiments.hardware.gpu_goldens",

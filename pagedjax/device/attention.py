@@ -333,6 +333,15 @@ def write(
     return kv_write.write(k_pages, v_pages, k, v, batch.slots, rows=len(batch.seq_lens), impl=impl)
 
 
+def rotate_and_write(attend: Attend) -> Callable[..., Any] | None:
+    """Returns the function by which an implementation rotates queries and keys and writes keys and
+    values at once, `pallas_kernels.kv_write.rotate_and_write`; None: it has none.
+    """
+    if not isinstance(attend, Bound) or attend.impl.rotate_and_write is None:
+        return None
+    return partial(kv_write.rotate_and_write, impl=attend.impl.rotate_and_write)
+
+
 def write_latents(attend: Attend, pages: jax.Array, x: jax.Array, batch: Batch) -> jax.Array:
     """Writes rows x [T, 1, R] of latents into pages [P, 1, S, R]. Returns the pages."""
     if isinstance(attend, Bound) and attend.impl.latents is not None:

@@ -65,7 +65,13 @@ Compilation = Literal["eager", "lazy", "background"]
 DraftMethod = Literal["ngram", "suffix", "draft", "eagle"]
 AcceptanceRule = Literal["strict", "rejection"]
 AttentionImpl = Literal[
-    "xla", "cpu", "pallas_tpu", "pallas_gpu", "pallas_gpu_overlapped", "reference"
+    "xla",
+    "cpu",
+    "pallas_tpu",
+    "pallas_gpu",
+    "pallas_gpu_overlapped",
+    "pallas_gpu_fused",
+    "reference",
 ]
 LinearImpl = Literal["reference", "xla", "cpu", "cpu_int8", "pallas_gpu", "pallas_tpu"]
 StateImpl = Literal["xla", "pallas_tpu"]

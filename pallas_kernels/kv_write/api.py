@@ -1,4 +1,4 @@
-"""The contract of every implementation of writing keys and values into pages."""
+"""The contracts of writing keys and values into pages, and of rotating and writing them at once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pallas_kernels.kv_write import pallas_tpu, xla
 Write = Callable[..., tuple[jax.Array, jax.Array | None]]
 
 IMPLS: dict[str, Write] = {"xla": xla.write, "pallas_tpu": pallas_tpu.write}
+
+# (k_pages, v_pages, heads, angles, slots, *, queries) -> (q, k_pages, v_pages)
+RotateAndWrite = Callable[..., tuple[jax.Array | None, jax.Array, jax.Array]]
 
 
 def write(
@@ -49,6 +52,48 @@ def write(
     _check(k_pages, v_pages, k, v, slots)
     implementation = IMPLS[impl] if isinstance(impl, str) else impl
     return implementation(k_pages, v_pages, k, v, slots, rows=rows)
+
+
+def rotate_and_write(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    heads: jax.Array,
+    angles: jax.Array,
+    slots: jax.Array,
+    *,
+    queries: int,
+    impl: RotateAndWrite,
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Rotates queries and keys, and writes keys and values into their slots.
+
+    All heads are first rounded to the dtype of the pages. The pair (a, b) of the numbers i and
+    i + D / 2 of a query or of a key becomes (a cos - b sin, b cos + a sin), in float32, and is
+    rounded again.
+
+    Args:
+        k_pages, v_pages: [P, K, S, D] of one layer.
+        heads: [T, queries + 2 K, D] queries, keys and values, in this order.
+        angles: [2, T, D / 2] float32, cosines and sines.
+        slots: [T] int32, page * S + offset. Padding tokens point into page 0.
+        queries: query heads; they may be 0.
+        impl: what computes it, a function of this contract.
+
+    Returns:
+        (q, k_pages, v_pages). q is [T, queries, D] in the dtype of the pages, or None without
+        queries. Only the slots of real tokens and page 0 differ from the arguments.
+
+    Raises:
+        ValueError: shapes that do not match, or that impl does not take; the message names them.
+    """
+    kv_heads, _, d = k_pages.shape[1:]
+    expected = (len(heads), queries + 2 * kv_heads, d), (2, len(heads), d // 2), (len(heads),)
+    if (heads.shape, angles.shape, slots.shape) != expected or v_pages.shape != k_pages.shape:
+        raise ValueError(
+            f"k_pages and v_pages must both be [P, K, S, D], heads [T, {queries} + 2 K, D], angles "
+            f"[2, T, D / 2] and slots [T]; got k_pages {k_pages.shape}, v_pages {v_pages.shape}, "
+            f"heads {heads.shape}, angles {angles.shape}, slots {slots.shape}"
+        )
+    return impl(k_pages, v_pages, heads, angles, slots, queries=queries)
 
 
 def _check(k_pages, v_pages, k, v, slots) -> None:

@@ -19,7 +19,11 @@ from pallas_kernels.paged_attention.probabilities import probabilities
 MODULES = reference, xla, cpu, pallas_gpu, pallas_tpu
 IMPLS: dict[str, Implementation] = {
     implementation.name: implementation._replace(probabilities=probabilities)
-    for implementation in (*(module.IMPLEMENTATION for module in MODULES), pallas_gpu.OVERLAPPED)
+    for implementation in (
+        *(module.IMPLEMENTATION for module in MODULES),
+        pallas_gpu.OVERLAPPED,
+        pallas_gpu.FUSED,
+    )
 }
 for name in set(IMPLS) - {"reference"}:  # which has one definition for all rows
     IMPLS[name] = IMPLS[name]._replace(expanded=expanded)

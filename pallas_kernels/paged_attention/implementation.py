@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.kv_write import xla as kv_write_xla
-from pallas_kernels.kv_write.api import Write
+from pallas_kernels.kv_write.api import RotateAndWrite, Write
 from pallas_kernels.shared.page_bits import BITS
 
 
@@ -56,6 +56,9 @@ class Implementation(NamedTuple):
         `dtype` is that of the keys and values.
     page_row: head_dim -> the numbers in a row of a page, a multiple of head_dim.
     write: writes new keys and values into the pages, the contract of `kv_write.api.write`.
+    rotate_and_write: rotates queries and keys and writes keys and values, the contract of
+        `kv_write.api.rotate_and_write`, for layers whose heads need nothing else; None: it is done
+        in steps, and ends with `write`.
     prepare: (*, dtype, query_dtype, invariant) -> None. Starts work that is needed once in a
         process, before any tracing. `dtype` is that of the keys and values. invariant: whether the
         engine is batch-invariant.
@@ -85,6 +88,7 @@ class Implementation(NamedTuple):
     obstacle: Callable[..., str] = _no_obstacle
     page_row: Callable[[int], int] = _one_token
     write: Write = kv_write_xla.write
+    rotate_and_write: RotateAndWrite | None = None
     prepare: Callable[..., None] = _nothing
     page_dtype: Callable[[str], str] = _page_dtype
     invariant: Callable[..., jax.Array] | None = None

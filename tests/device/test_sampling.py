@@ -31,7 +31,7 @@ from pagedjax.device.row_features import (
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 from pagedjax.device.row_features.penalties import PENALTIES
-from pagedjax.device.row_features.truncation import TOP_K, TOP_P
+from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
 from pagedjax.device.sampling import (
     WAYS_WITHOUT_OPTIONS,
     History,
@@ -518,6 +518,50 @@ def hard_weights() -> np.ndarray:
         1.0 - np.arange(V) * 2.0**-24,  # neighbouring floats
     ]
     return np.array([row / row.max() for row in rows], np.float32)
+
+
+def truncated(weights: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
+    """The weights after the truncations of each row, as a chain computes them."""
+    context = RowContext(*[jnp.zeros(())] * 5)
+    off = DEFAULT.blank(len(weights))
+    rows = {
+        f.name: off[f.name]._replace(
+            on=fields[f.name] != f.off[f.name], fields={f.name: fields[f.name]}
+        )
+        for f in (MIN_P, TOP_K, TOP_P)
+    }
+    return DEFAULT.apply("probs", weights, off | rows, context)
+
+
+@pytest.mark.parametrize("used", [("top_p",), ("top_k", "min_p"), ("min_p", "top_k", "top_p")])
+def test_thresholds_of_a_chain_keep_what_each_truncation_in_turn_keeps(used):
+    """The same bits, beside rows that are not truncated."""
+    rng = np.random.default_rng(3)
+    weights = np.repeat(hard_weights(), 12, axis=0)
+    b = len(weights)
+    values = {
+        "min_p": rng.choice(np.float32([0, 1e-6, 0.2, 0.5, 1]), b),
+        "top_k": rng.choice(np.int32([0, 1, 40, 150, 301]), b),
+        "top_p": rng.choice(np.float32([0.01, 0.3, 0.9, 0.9999, 1]), b),
+    }
+    features = (MIN_P, TOP_K, TOP_P)
+    fields = {
+        f.name: values[f.name] if f.name in used else np.full(b, f.off[f.name]) for f in features
+    }
+    expected = jnp.asarray(weights)
+    context = RowContext(*[jnp.zeros(())] * 5)
+    for f in features:
+        expected = jax.jit(f.apply)(expected, {f.name: fields[f.name]}, context)
+    chex.assert_trees_all_equal(jax.jit(truncated)(weights, fields), expected)
+
+
+def test_no_conditional_of_truncations_returns_weights():
+    """A compiler would copy them where an option is not used."""
+    weights = jnp.ones((B, V))
+    fields = {f.name: np.full(B, f.off[f.name]) for f in (MIN_P, TOP_K, TOP_P)}
+    found = list(conditionals(jax.make_jaxpr(truncated)(weights, fields)))
+    assert len(found) == 4  # one around those of the three options
+    assert {x.aval.shape for equation in found for x in equation.outvars} == {(B,)}
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 10, 149, 150, 151, 299, 300, 301])

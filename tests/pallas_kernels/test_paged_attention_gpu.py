@@ -173,6 +173,18 @@ def decodes(s: int, *contexts: int) -> list[tuple[int, int]]:
     return [(1, length) for length in (0, 1, s - 1, s, s + 1, *contexts)]
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("heads", "group", "has_sinks"),
+    [(2, 4, True), slow(16, 1, False), slow(4, 2, False), slow(2, 8, False), slow(2, 3, True)],
+)
+def test_decodes_that_read_their_queries_in_place_have_the_same_bits(heads, group, has_sinks):
+    """Columns are then queries of several key heads. Three are no part of eight: they are padded."""
+    case = Case(decodes(16), heads=heads, group=group)
+    options = {"sinks": sinks_of(case)} if has_sinks else {}
+    chex.assert_trees_all_equal(run(case, in_place=True, **options), run(case, **options))
+
+
 def short_rows(s: int, longest: int, *contexts: int) -> list[tuple[int, int]]:
     """Rows of every length up to `longest`, around a block's border, with a row without tokens
     among them.

@@ -25,7 +25,7 @@ from flax import nnx
 
 from pagedjax.device import cache as kv
 from pagedjax.device import formats
-from pagedjax.device.attention import Attend, pages_of_heads, probabilities
+from pagedjax.device.attention import Attend, pages_of_heads, probabilities, rotate_and_write
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import Pages
 from pagedjax.device.extras import SampleRows, Selecting, WholeSequences
@@ -417,6 +417,12 @@ class Scale(nnx.Module):
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         self.has_part_of_page = c.has_layer_heads
+        # whether nothing but a rotation is between the product and the pages
+        self.only_rotates = (
+            c.ropes != ()
+            and kind.rope is not None
+            and not (c.has_layer_heads or c.qk_norm or c.v_norm or c.shared_values or c.attn_gate)
+        )
         c = c.of_kind(kind)
         options = {"dtype": dtype, "stored": c.stored, "impl": c.linear}
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
@@ -432,15 +438,13 @@ class Attention(nnx.Module):
     ):
         """norm(x) [T, H], angles [rotations, 2, T, D / 2] -> (y + residual [T, H], pages)."""
         heads = 0, self.config.product_heads
-        q, gates, k, v = self._heads(x, angles, norm, heads, batch)
-        pages = self._written(pages, k, v, batch, attend)
+        q, gates, pages = self._stored(x, pages, batch, angles, attend, norm, heads)
         return self._output(q, gates, pages, batch, attend, residual), pages
 
     def write(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm) -> Pages:
         """The pages with the keys and values of x."""
         heads = self.config.query_heads, self.config.product_heads
-        _, _, k, v = self._heads(x, angles, norm, heads, batch)
-        return self._written(pages, k, v, batch, attend)
+        return self._stored(x, pages, batch, angles, attend, norm, heads)[2]
 
     def read(self, x, pages: Pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """As `__call__`, for tokens whose keys and values are in the pages: y + residual [T, H]."""
@@ -464,6 +468,21 @@ class Attention(nnx.Module):
             soft_cap=self.config.attn_cap,
             **self._sinks(),
         )
+
+    def _stored(
+        self, x, pages: Pages, batch: Batch, angles, attend: Attend, norm, heads: tuple[int, int]
+    ) -> tuple[Any, Any, Pages]:
+        """Queries and gates of some heads, as `_heads` returns them, and the pages with the keys
+        and values.
+        """
+        at_once = rotate_and_write(attend) if self.only_rotates and "bounds" not in pages else None
+        if at_once is None:
+            q, gates, k, v = self._heads(x, angles, norm, heads, batch)
+            return q, gates, self._written(pages, k, v, batch, attend)
+        product = self._product(x, norm, heads, batch)
+        arrays = pages["k"], pages["v"], product, angles[self.kind.rope], batch.slots
+        q, k_pages, v_pages = at_once(*arrays, queries=max(self.config.heads - heads[0], 0))
+        return q, None, Pages(pages, k=k_pages, v=v_pages)
 
     def _written(self, pages: Pages, k, v, batch: Batch, attend: Attend) -> Pages:
         """The pages with the keys and values of the tokens."""
@@ -489,6 +508,17 @@ class Attention(nnx.Module):
         """The option of an `Attend`; none in a model without sinks."""
         return {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
 
+    def _product(self, x, norm, heads: tuple[int, int], batch: Batch) -> jax.Array:
+        """The joined product of some heads, [T, heads, D]."""
+        c = self.config
+        first, end = heads
+        rows = None  # all of the product
+        if end - first < c.product_heads:
+            rows = first * c.head_dim, end * c.head_dim
+        low = batch.low("attn.qkv", c.parts["attn.qkv"])
+        qkv = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
+        return qkv.reshape(len(x), end - first, c.head_dim)
+
     def _heads(self, x, angles, norm, heads: tuple[int, int], batch: Batch) -> list[Any]:
         """Queries and gates [T, N, D], keys and values [T, K, D] of some heads. N and K may be 0;
         gates are None in a model without them.
@@ -498,12 +528,7 @@ class Attention(nnx.Module):
         """
         c = self.config
         first, end = heads
-        rows = None  # all of the product
-        if end - first < c.product_heads:
-            rows = first * c.head_dim, end * c.head_dim
-        low = batch.low("attn.qkv", c.parts["attn.qkv"])
-        qkv = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
-        qkv = qkv.reshape(len(x), end - first, c.head_dim)
+        qkv = self._product(x, norm, heads, batch)
         # where queries, gates and keys end among the computed heads
         ends = c.heads, c.query_heads, c.query_heads + c.kv_heads
         places = [min(max(place - first, 0), end - first) for place in ends]

@@ -17,7 +17,7 @@ from pagedjax.device.row_features.feature import RowContext, RowFeature, Stage
 from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
 from pagedjax.device.row_features.penalties import PENALTIES
 from pagedjax.device.row_features.token_mask import token_mask
-from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
+from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P, cut
 from pagedjax.options.own_values import own_value
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class RowChain:
         self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
     ) -> jax.Array:
         """x after the features of a stage. Each one is computed only if some row uses it. Those
-        with values of their own for each step come first.
+        with values of their own for each step come first, and before them those with a threshold.
         """
 
         def apply_all(
@@ -220,7 +220,10 @@ class RowChain:
 
         # Each group is in one more branch. A conditional copies x even where it changes nothing,
         # and most steps use no feature, or token masks alone.
-        features = self.stage(stage)
+        features = [f for f in self.stage(stage) if f.threshold is None]
+        cuts = [f for f in self.stage(stage) if f.threshold is not None]
+        if cuts:
+            x = cut(x, _least(cuts, x, rows))
         by_step = [f for f in features if f.per_step]
         by_request = [f for f in features if not f.per_step]
         for group in (by_step, by_request):
@@ -234,6 +237,34 @@ class RowChain:
                     context,
                 )
         return x
+
+
+def _least(
+    features: Sequence[RowFeature], weights: jax.Array, rows: Mapping[str, FeatureRows]
+) -> jax.Array:
+    """[B] int32 the threshold that features leave of the weights [B, V]. Each one is computed only
+    if some row uses it.
+
+    No conditional returns weights: XLA would copy them where a feature is not used.
+    """
+
+    def thresholds(weights: jax.Array, rows: Mapping[str, FeatureRows]) -> jax.Array:
+        least = jnp.zeros(len(weights), jnp.int32)
+        for f in features:
+            on, fields = rows[f.name]
+            assert f.threshold is not None
+            least = jax.lax.cond(
+                jnp.any(on), f.threshold, lambda weights, least, _: least, weights, least, fields
+            )
+        return least
+
+    return jax.lax.cond(
+        jnp.any(_uses(features, rows)),
+        thresholds,
+        lambda weights, _: jnp.zeros(len(weights), jnp.int32),
+        weights,
+        dict(rows),
+    )
 
 
 def _uses(features: Sequence[RowFeature], rows: Mapping[str, FeatureRows]) -> jax.Array:

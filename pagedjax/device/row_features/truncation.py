@@ -2,7 +2,8 @@
 
 No vocabulary is sorted. top_k and top_p keep the tokens above a threshold, which is found by
 bisection over the bits of a float: 31 comparisons of the whole row, and the threshold is exact.
-All tokens whose weight equals the threshold are kept.
+All tokens whose weight equals the threshold are kept. Each option raises the threshold that the
+options before it have left, so a step writes the weights once, behind all of them.
 """
 
 from __future__ import annotations
@@ -19,32 +20,42 @@ from pagedjax.device.row_features.feature import RowContext, RowFeature
 from pagedjax.device.row_reductions import row_sums
 
 
-def _min_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+def _min_p(weights: jax.Array, least: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
     # the best token's weight is 1
-    return jnp.where(weights >= rows["min_p"][:, None], weights, 0.0)
+    return jnp.maximum(least, bits_of(rows["min_p"]))
 
 
-def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    """Zero the weights outside the k largest."""
+def _top_k(weights: jax.Array, least: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
+    """The weights outside the k largest are zeroed."""
     k = jnp.where(rows["top_k"] > 0, rows["top_k"], weights.shape[-1])
-    bits = _bits(weights)
-    threshold = _largest_threshold(bits, lambda keep: keep.sum(-1) >= k)
-    return jnp.where(bits >= threshold[:, None], weights, 0.0)
+    # Fewer than k weights may be left. Then the threshold is not above the least of them.
+    threshold = _largest_threshold(bits_of(weights), lambda keep: keep.sum(-1) >= k)
+    return jnp.maximum(least, threshold)
 
 
-def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    """Zero the weights outside the smallest set whose sum is at least top_p times that of all."""
+def _top_p(weights: jax.Array, least: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
+    """The weights outside the smallest set whose sum is at least top_p times that of all are
+    zeroed.
+    """
     top_p = rows["top_p"]
-    bits = _bits(weights)
+    bits = bits_of(weights)
+    is_left = bits >= least[:, None]
+
+    def sums_of(keep: jax.Array) -> jax.Array:
+        return row_sums(jnp.where(keep & is_left, weights, 0.0))
+
+    share = top_p * sums_of(is_left)
+    threshold = _largest_threshold(bits, lambda keep: sums_of(keep) >= share)
     # a row without top_p keeps all tokens: a rounding error must not cut one
-    share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)
-    threshold = _largest_threshold(
-        bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share
-    )
-    return jnp.where((bits >= threshold[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
+    return jnp.where(top_p < 1.0, jnp.maximum(least, threshold), least)
 
 
-def _bits(weights: jax.Array) -> jax.Array:
+def cut(weights: jax.Array, least: jax.Array) -> jax.Array:
+    """The weights [B, V], with zeros in the place of those whose bits are below `least` [B]."""
+    return jnp.where(bits_of(weights) >= least[:, None], weights, 0.0)
+
+
+def bits_of(weights: jax.Array) -> jax.Array:
     """The bits of the weights as integers. Weights are at least 0, so their bits have the same
     order.
     """
@@ -71,15 +82,20 @@ def _largest_threshold(bits: jax.Array, holds: Callable[[jax.Array], jax.Array])
 
 
 def _feature(
-    name: str, off: np.generic, cuts: Callable[[Any], bool], apply: Callable[..., jax.Array]
+    name: str, off: np.generic, cuts: Callable[[Any], bool], threshold: Callable[..., jax.Array]
 ) -> RowFeature:
     """The feature of a parameter.
 
     Args:
         off: the parameter's value that forbids nothing.
         cuts: (value) -> whether it may forbid a token.
+        threshold: as in `RowFeature`.
     """
     value_of = attrgetter(name)
+
+    def apply(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+        return cut(weights, threshold(weights, jnp.zeros(len(weights), jnp.int32), rows))
+
     return RowFeature(
         name=name,
         stage="probs",
@@ -88,6 +104,7 @@ def _feature(
         apply=apply,
         params=(name,),
         reads_tokens=False,
+        threshold=threshold,
     )
 
 

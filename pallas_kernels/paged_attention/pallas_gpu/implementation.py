@@ -56,6 +56,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     short_rows: bool = True,
     overlapped: bool = False,
+    in_place: bool = False,
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`. NaN in pages and slots outside all contexts does not spread.
@@ -68,6 +69,8 @@ def paged_attention(
             step. False: these rows are chunks. Without drafts to verify such rows are rare: they
             are the ends of prompts.
         overlapped: chunks are computed by `overlapped.py`.
+        in_place: decodes of a call without cu_q_lens read their queries from q, if they can. A
+            padded copy would be a launch of its own, unless XLA makes it where it computes q.
         tiles: sizes of the kernels; None takes those of the device.
 
     Raises:
@@ -91,7 +94,7 @@ def paged_attention(
     pages = (k_pages, v_pages, block_tables)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if cu_q_lens is None:  # one launch
-        return decode.decode(q, *pages, seq_lens, tiles=tiles, **options)
+        return decode.decode(q, *pages, seq_lens, tiles=tiles, in_place=in_place, **options)
     first = cu_q_lens[:-1]
     q_lens = jnp.diff(cu_q_lens)
     single = q_lens == 1
@@ -170,6 +173,13 @@ def latent_attention(
     lengths = jnp.where(is_other, jnp.maximum(visible, 0), 0)
     out = attend(q, pages, block_tables, lengths, row_of)
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
+
+
+def rotate_and_write(*arrays: jax.Array, queries: int) -> tuple[jax.Array | None, ...]:
+    """See `kv_write.api.rotate_and_write`."""
+    from pallas_kernels.kv_write import pallas_gpu  # it imports Mosaic GPU
+
+    return pallas_gpu.rotate_and_write(*arrays, queries=queries)
 
 
 def dtype_obstacle(dtype: str) -> str:
@@ -266,4 +276,12 @@ OVERLAPPED = IMPLEMENTATION._replace(
     attend=partial(paged_attention, overlapped=True),
     without_drafts=partial(paged_attention, short_rows=False, overlapped=True),
     latents=None,
+)
+# It is the same implementation but for the kernel that rotates and writes, which no GPU has run.
+# Its queries are the kernel's, so XLA does not pad them in passing.
+FUSED = IMPLEMENTATION._replace(
+    name="pallas_gpu_fused",
+    attend=partial(paged_attention, in_place=True),
+    without_drafts=partial(paged_attention, short_rows=False, in_place=True),
+    rotate_and_write=rotate_and_write,
 )

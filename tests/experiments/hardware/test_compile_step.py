@@ -23,7 +23,7 @@ from pagedjax.device import memory
 from pagedjax.device.placement import make_placement
 from pagedjax.engine import programs
 from pagedjax.options.config import MeshConfig
-from pallas_kernels import aot_tpu
+from pallas_kernels import aot, aot_tpu
 
 needs_compiler = pytest.mark.skipif(
     bool(aot_tpu.what_is_missing()),
@@ -146,6 +146,11 @@ def test_what_must_not_be_in_a_step_is_named(step):
     assert compile_step.faults(clean._replace(logits_copies=3)) == [
         "the logits of rows without options are copied 3 times"
     ]
+    rotated = clean._replace(copies=Counter(), kernels=Counter({"rotated_write": 2}))
+    assert compile_step.faults(rotated, 2) == []
+    for wrong in (rotated._replace(kernels=Counter()), rotated._replace(copies=clean.copies)):
+        (text,) = compile_step.faults(wrong, 2)
+        assert text.startswith("2 layers rotate and write by one kernel, and it runs ")
     (text,) = compile_step.faults(clean._replace(required=step.required[1:]))
     assert text.startswith("all-reduce: ")
 
@@ -304,6 +309,10 @@ def test_a_wrong_mesh_is_an_error(capsys):
             ["--linear", "pallas_tpu"],
             "multiplies matrices in words, .* and the model's are bfloat16; choose other --weights",
         ),
+        (
+            ["--attention", "pallas_gpu_fused"],
+            "which is for other chips than v5e; use 'xla', or a name that begins with 'pallas_tpu'",
+        ),
         (["--loops", "host"], "--loops is 'host', which is for a --span on a GPU"),
         (["--span", "8", "--mesh", "tensor=2"], "--span is 8, which is for one device"),
         (["--span", "8", "--tokens", "512"], "--tokens is 512 and --rows 64; a span has one"),
@@ -349,3 +358,29 @@ def test_a_step_compiles_in_place(target, model, mesh):
     assert child.returncode == 0, child.stdout + child.stderr
     assert "the cache is updated in place" in child.stdout
     assert ("exchanges of 8 devices" in child.stdout) == bool(mesh)
+
+
+@pytest.mark.skipif(bool(aot.what_is_missing()), reason="JAX's CUDA compiler is not installed")
+@pytest.mark.slow
+def test_a_kernel_that_rotates_and_writes_takes_launches_out_of_every_layer():
+    """A decode of 256 rows, with products of cuBLAS, as a GPU has them: those of XLA's own kernels
+    end with a sum, which is a launch more before this kernel.
+    """
+
+    def launches(*options: str) -> int:
+        command = ["--target", "h200", "--model", "llama-3.2-1b", "--layers", "3", *options]
+        child = subprocess.run(
+            [sys.executable, "-m", "experiments.hardware.compile_step", *command],
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
+            timeout=900,
+        )
+        assert child.returncode == 0, child.stdout + child.stderr
+        (count,) = re.findall(r"(\d+) launches outside of branches", child.stdout)
+        return int(count)
+
+    sizes = "--tokens", "256", "--rows", "256"
+    # two launches in each layer but the last; two slices and the angles are launches of their own
+    assert launches(*sizes) - launches(*sizes, "--attention", "pallas_gpu_fused") == 3

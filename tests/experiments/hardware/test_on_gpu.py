@@ -194,5 +194,6 @@ def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
     assert all(run["output_tokens_per_s"] > 0 for run in figures["engine"]["runs"])
     assert [run["wrong"] for run in figures["goldens"]["runs"]] == [[], []]
     assert set(figures["predict"]["runs"]) == {"all at once", "four fifths of the load"}
+    assert not any(figures["writes"]["faults"].values())
     assert len(figures["stored"]["errors"]) == 4
     assert len(figures["stored"]["decodes"]["2"]) == 3
