@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pallas_kernels import aot_linear, aot_tpu
-from pallas_kernels.aot_linear import Product
+from pallas_kernels.aot_linear import FloatProduct, Product
 from pallas_kernels.tiles import TPUS, Tiles
 
 # XLA's description of a GPU (GpuTargetConfigProto). Both are GH100 dies with 132 multiprocessors;
@@ -151,6 +151,9 @@ class Case:
         return shared, tiles.decode_stages
 
 
+AnyCase = Case | Product | FloatProduct
+
+
 class Compiled(NamedTuple):
     """The compiler's report of a program."""
 
@@ -169,8 +172,8 @@ GPT_OSS = tuple(
 )
 
 
-def cases() -> Iterator[Case | Product]:
-    """Yields every supported shape, of attention and of products with stored weights.
+def cases() -> Iterator[AnyCase]:
+    """Yields every supported shape, of attention and of products.
 
     Each option that changes the program comes alone and in the combinations that matter.
     """
@@ -221,9 +224,10 @@ def cases() -> Iterator[Case | Product]:
     yield latents(16, 16, parts=True)
     yield from GPT_OSS
     yield from aot_linear.gpu_products()
+    yield from aot_linear.float_products()
 
 
-def compile_case(case: Case | Product, target: Target, tiles: Tiles) -> Compiled:
+def compile_case(case: AnyCase, target: Target, tiles: Tiles) -> Compiled:
     """Compiles one case. Raises the compiler's errors."""
     import jax
     from jax.experimental import topologies
@@ -340,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument(
         "--only",
-        choices=("decode", "chunks", "overlapped", "latents", "product"),
+        choices=("decode", "chunks", "overlapped", "latents", "product", "floats"),
         help="one kernel, of those for GPUs",
     )
     parser.add_argument(
@@ -381,18 +385,24 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def quick(programs: list[Case | Product]) -> list[Case | Product]:
+def quick(programs: list[AnyCase]) -> list[AnyCase]:
     """Returns the first case of each kernel, head size and number of queries, `GPT_OSS`, and a few
     products.
     """
     products = [case for case in programs if isinstance(case, Product)]
-    attention = [case for case in programs if not isinstance(case, Product)]
+    floats = [case for case in programs if isinstance(case, FloatProduct)]
+    attention = [case for case in programs if isinstance(case, Case)]
     firsts = {(c.kernel, c.head_size, c.queries): c for c in reversed(attention)}
     with_sinks = [case for case in attention if case in GPT_OSS]
-    return [*reversed(firsts.values()), *with_sinks, *aot_linear.quick(products)]
+    return [
+        *reversed(firsts.values()),
+        *with_sinks,
+        *aot_linear.quick(products),
+        *aot_linear.quick_floats(floats),
+    ]
 
 
-def report(case: Case | Product, target: Target, tiles: Tiles, as_json: bool) -> bool:
+def report(case: AnyCase, target: Target, tiles: Tiles, as_json: bool) -> bool:
     """Compiles a case and prints one line. Returns whether it compiled as it should."""
     line: dict[str, Any] = {"target": target.name, **dataclasses.asdict(case)}
     try:
