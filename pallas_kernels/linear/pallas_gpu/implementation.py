@@ -134,22 +134,23 @@ def dense(
     tiles = tiles or Tiles.of(device_kind())
     is_gated = activation is not None
     first, last = rows or (0, matrix.outputs // (1 + is_gated))
-    parts = 1 if is_gated else parts_of(matrix.outputs, matrix.inputs, tiles)
     tokens = len(x)
-    shape = Product(
-        tokens=tokens,
-        inputs=matrix.inputs,
-        width=last - first,
-        gated=is_gated,
-        parts=parts,
-        residual=residual is not None,
-        itemsize=jnp.dtype(dtype).itemsize,
-    )
+    if sizes is None:
+        shape = product_of(
+            matrix,
+            tokens,
+            (first, last),
+            is_gated=is_gated,
+            has_residual=residual is not None,
+            dtype=dtype,
+            tiles=tiles,
+        )
+        sizes = sizes_of(shape, tiles.multiprocessors)
     padding = [(0, -tokens % EIGHT), (0, 0)]  # copies to swizzled memory are of eight rows
     y = kernel.product(
         jnp.pad(x, padding),
         weight,
-        sizes or sizes_of(shape, tiles.multiprocessors),
+        sizes,
         first=first,
         width=last - first,
         gates=GATES[activation] if is_gated else None,
@@ -157,6 +158,28 @@ def dense(
         dtype=dtype,
     )
     return y[:tokens]
+
+
+def product_of(
+    matrix: Matrix,
+    tokens: int,
+    rows: tuple[int, int],
+    *,
+    is_gated: bool,
+    has_residual: bool,
+    dtype: str,
+    tiles: Tiles,
+) -> Product:
+    """Returns what the sizes of `dense` depend on. rows: the outputs of the result."""
+    return Product(
+        tokens=tokens,
+        inputs=matrix.inputs,
+        width=rows[1] - rows[0],
+        gated=is_gated,
+        parts=1 if is_gated else parts_of(matrix.outputs, matrix.inputs, tiles),
+        residual=has_residual,
+        itemsize=jnp.dtype(dtype).itemsize,
+    )
 
 
 def is_dense(x: jax.Array, weight: jax.Array, matrix: Matrix, rows: tuple[int, int]) -> bool:

@@ -196,3 +196,4 @@ def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
     assert set(figures["predict"]["runs"]) == {"all at once", "four fifths of the load"}
     assert len(figures["stored"]["errors"]) == 4
     assert len(figures["stored"]["decodes"]["2"]) == 3
+    assert [case["matrix"] for case in figures["products"]["times"]] == ["attn.out", "mlp.up"]
