@@ -146,9 +146,7 @@ class _Products:
         return token, value
 
 
-def _store_to_peer(
-    interpreter: Any, eqn: Any, token: Any, get_invals: Callable[[], Any]
-) -> Any:
+def _store_to_peer(interpreter: Any, eqn: Any, token: Any, get_invals: Callable[[], Any]) -> Any:
     """Stores to the shared memory of a block of the cluster, and arrives at a barrier there."""
     from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 
@@ -173,9 +171,7 @@ def _store_in_block(token, place, thread, value, key, transforms, barrier, block
     clock = memory.incr_clock(thread) if memory.detect_races else None
     # keys of the blocks of a cluster differ in nothing but the block
     key, barrier = (
-        dataclasses.replace(
-            gpu_callbacks.HostAllocationKey.from_array(array), block_id=int(block)
-        )
+        dataclasses.replace(gpu_callbacks.HostAllocationKey.from_array(array), block_id=int(block))
         for array in (key, barrier)
     )
     deadline = time.monotonic() + SECONDS_TO_START

@@ -202,7 +202,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
     parser.add_argument("--tokens", type=at_least_1, nargs="+", default=[256, 64, 8, 2048])
     parser.add_argument(
-        "--candidates", type=at_least_1, default=4, help="sizes of tiles of each product (default 4)"
+        "--candidates",
+        type=at_least_1,
+        default=4,
+        help="sizes of tiles of each product (default 4)",
     )
     parser.add_argument("--rounds", type=at_least_1, default=9)
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")

@@ -124,9 +124,7 @@ def product(
                     for half in range(1 + (gates is not None)):
                         outputs = pl.ds(first + half * width + column, columns)
                         into = weight_s.at[slot, pl.ds(half * columns, columns)]
-                        plgpu.copy_gmem_to_smem(
-                            weight_ref.at[outputs, inputs], into, full.at[slot]
-                        )
+                        plgpu.copy_gmem_to_smem(weight_ref.at[outputs, inputs], into, full.at[slot])
 
                 lax.fori_loop(0, tile_slabs, fetch, None)
                 if residual_ref is not None:
@@ -154,9 +152,7 @@ def product(
                     def add_slab(j, _):
                         slot = slot_of(step + j)
                         plgpu.barrier_wait(full.at[slot])
-                        plgpu.wgmma(
-                            sums, x_s.at[slot, lanes], weight_s.at[slot].transpose((1, 0))
-                        )
+                        plgpu.wgmma(sums, x_s.at[slot, lanes], weight_s.at[slot].transpose((1, 0)))
                         plgpu.wgmma_wait(1)
                         pl.when(j > 0)(lambda: give_back(step + j - 1))
 
@@ -166,9 +162,7 @@ def product(
                     return y
 
                 registers: Any = plgpu  # ACC is not exported by name
-                return pl.run_scoped(
-                    multiply, registers.ACC((LANES, sizes.outputs), jnp.float32)
-                )
+                return pl.run_scoped(multiply, registers.ACC((LANES, sizes.outputs), jnp.float32))
 
             def all_parts(step):
                 """Returns the sums of a tile whose parts are all this block's."""
@@ -219,9 +213,7 @@ def product(
                     plgpu.commit_smem()
                     into = pl.ds(column + share * own + start, piece)
                     tokens_of_group = pl.ds(row + group * LANES, LANES)
-                    plgpu.copy_smem_to_gmem(
-                        y_s.at[group, slot], y_ref.at[tokens_of_group, into]
-                    )
+                    plgpu.copy_smem_to_gmem(y_s.at[group, slot], y_ref.at[tokens_of_group, into])
                 if residual_s is not None:
                     pl.when(i + 1 < own_tiles)(lambda: plgpu.barrier_arrive(residual_free))
 

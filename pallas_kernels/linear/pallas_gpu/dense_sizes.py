@@ -22,7 +22,9 @@ PIECES = 64, 48, 32, 16  # columns of a result that are stored at a time
 FEWEST_SLABS = 4  # of a part
 FEWEST_STAGES = 3
 MOST_STAGES = 8
-SHARED = 232448 - 2048  # bytes of shared memory of a block of threads, less barriers and the compiler's
+SHARED = (
+    232448 - 2048
+)  # bytes of shared memory of a block of threads, less barriers and the compiler's
 CLUSTERED = 16  # multiprocessors are used in multiples of it by clusters: those of the smallest GPC
 
 # Cycles and bytes a cycle, for one multiprocessor of 132 at 1.755 GHz. Its tensor cores do 4,096
