@@ -12,7 +12,7 @@ SHAPES = (4096, 4096), (4096, 14336)  # outputs and inputs: two matrices of Llam
 OFTEN = ("int4_128", "uint4_128", "fp8_128", INT8)  # what checkpoints have most
 EXPERTS = "mxfp4", 5760, 2880, 256, 32  # those of GPT-OSS 20B, for 64 tokens with 4 experts each
 # of the results of two models, TinyLlama-1.1B and Llama 3 8B: width, inputs, and what follows the sums
-FLOATS = (
+FLOATS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (2560, 2048, {}),
     (2048, 2048, {"residual": True}),
     (5632, 2048, {"activation": "silu"}),

@@ -100,6 +100,26 @@ def test_a_second_turn_and_more_inputs_take_longer():
     assert time >= 2 * 256 * 2048 * 2048 / 132 / dense_sizes.OPERATIONS
 
 
+@on_newer_jax
+@pytest.mark.parametrize(("rows", "columns"), [(2, 5), (16, 3), (17, 3), (40, 2), (1, 7)])
+def test_each_tile_is_computed_once_and_a_band_before_the_next_one(rows, columns):
+    from pallas_kernels.linear.pallas_gpu.dense import BAND, tile_at
+
+    indices = jnp.arange(rows * columns, dtype=jnp.int32)
+    of_tiles = jax.jit(jax.vmap(lambda index: tile_at(index, rows, columns)))(indices)
+    places = list(zip(*(array.tolist() for array in of_tiles), strict=True))
+    bands = [range(first, min(first + BAND, rows)) for first in range(0, rows, BAND)]
+    assert places == [(row, column) for band in bands for column in range(columns) for row in band]
+
+
+@on_newer_jax
+def test_parts_have_all_slabs():
+    from pallas_kernels.linear.pallas_gpu.dense import begin_of
+
+    begins = [int(begin_of(jnp.int32(part), 18, 4)) for part in range(5)]
+    assert begins == [0, 4, 9, 13, 18]
+
+
 # --- the kernel -----------------------------------------------------------------------------------
 
 

@@ -72,23 +72,29 @@ def product(
     column_tiles = -(-width // columns)
     tiles = row_tiles * column_tiles
     blocks = tiles if sizes.is_shared else min(tiles, sizes.blocks)
-    has_residual = residual is not None
 
-    def dense_product(x_ref, weight_ref, *refs):
-        refs = list(refs)
-        residual_ref = refs.pop(0) if has_residual else None
-        y_ref, x_s, weight_s, y_s, full, free = refs[:6]
-        del refs[:6]
-        residual_s, residual_full, residual_free = (
-            [refs.pop(0) for _ in range(3)] if has_residual else [None] * 3
-        )
-        parts_s, parts_full = refs if shares > 1 else (None, None)
+    def dense_product(
+        x_ref: Any,
+        weight_ref: Any,
+        *refs: Any,
+        x_s: Any,
+        weight_s: Any,
+        y_s: Any,
+        full: Any,
+        free: Any,
+        residual_s: Any = None,
+        residual_full: Any = None,
+        residual_free: Any = None,
+        parts_s: Any = None,
+        parts_full: Any = None,
+    ) -> None:
+        *residual_refs, y_ref = refs
         block = lax.axis_index("block")
         group = lax.axis_index("warpgroup")
         share = lax.axis_index("share") if shares > 1 else jnp.int32(0)
         own_tiles = pl.cdiv(tiles - block, blocks)
-        begin = _begin(share, slabs, shares)
-        tile_slabs = _begin(share + 1, slabs, shares) - begin
+        begin = begin_of(share, slabs, shares)
+        tile_slabs = begin_of(share + 1, slabs, shares) - begin
         total = own_tiles * tile_slabs
 
         def slot_of(i):
@@ -96,14 +102,7 @@ def product(
 
         def place_of(i):
             """Returns the first token and the first column of the block's i-th tile."""
-            tile = block + i * blocks
-            of_band = BAND * column_tiles
-            band = lax.div(tile, jnp.int32(of_band))
-            first_row = band * BAND
-            band_rows = lax.min(jnp.int32(row_tiles) - first_row, jnp.int32(BAND))
-            place = tile - band * of_band
-            column = lax.div(place, band_rows)
-            row = first_row + place - column * band_rows
+            row, column = tile_at(block + i * blocks, row_tiles, column_tiles)
             return row * rows, column * columns
 
         @pl.when(group == groups)
@@ -127,7 +126,7 @@ def product(
                         plgpu.copy_gmem_to_smem(weight_ref.at[outputs, inputs], into, full.at[slot])
 
                 lax.fori_loop(0, tile_slabs, fetch, None)
-                if residual_ref is not None:
+                for residual_ref in residual_refs:
                     pl.when(i > 0)(lambda: plgpu.barrier_wait(residual_free))
                     added = residual_ref.at[pl.ds(row, rows), pl.ds(column + share * own, own)]
                     plgpu.copy_gmem_to_smem(added, residual_s, residual_full)
@@ -168,8 +167,8 @@ def product(
                 """Returns the sums of a tile whose parts are all this block's."""
 
                 def add_part(part, y):
-                    start = _begin(part, slabs, parts)
-                    return y + sums_of(step + start, _begin(part + 1, slabs, parts) - start)
+                    start = begin_of(part, slabs, parts)
+                    return y + sums_of(step + start, begin_of(part + 1, slabs, parts) - start)
 
                 zeros = jnp.full((LANES, sizes.outputs), 0.0, jnp.float32)
                 return lax.fori_loop(0, parts, add_part, plgpu.layout_cast(zeros, WGMMA))
@@ -199,11 +198,11 @@ def product(
                     y = exchanged(y)
                 if gates is not None:
                     y = gates(y[:, :columns]) * y[:, columns:]
-                if residual_s is not None:
+                if residual is not None:
                     plgpu.barrier_wait(residual_full)
                 for start in range(0, own, piece):
                     finished = y[:, start : start + piece]
-                    if residual_s is not None:
+                    if residual is not None:
                         added = residual_s[lanes, pl.ds(start, piece)]
                         finished = finished + plgpu.layout_cast(added, WGMMA).astype(jnp.float32)
                     slot = start // piece % STORES
@@ -214,36 +213,36 @@ def product(
                     into = pl.ds(column + share * own + start, piece)
                     tokens_of_group = pl.ds(row + group * LANES, LANES)
                     plgpu.copy_smem_to_gmem(y_s.at[group, slot], y_ref.at[tokens_of_group, into])
-                if residual_s is not None:
+                if residual is not None:
                     pl.when(i + 1 < own_tiles)(lambda: plgpu.barrier_arrive(residual_free))
 
             lax.fori_loop(0, own_tiles, consume_tile, None)
             plgpu.wait_smem_to_gmem(0)
 
-    memory = [
-        _swizzled((stages, rows, SLAB), x.dtype),
-        _swizzled((stages, sizes.outputs, SLAB), x.dtype),
-        _swizzled((groups, STORES, LANES, piece), dtype),
-        plgpu.Barrier(num_arrivals=2 + (gates is not None), num_barriers=stages),
-        plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-    ]
-    if has_residual:
-        memory += [
-            _swizzled((rows, own), x.dtype),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=groups),
-        ]
+    scratch = {
+        "x_s": _swizzled((stages, rows, SLAB), x.dtype),
+        "weight_s": _swizzled((stages, sizes.outputs, SLAB), x.dtype),
+        "y_s": _swizzled((groups, STORES, LANES, piece), dtype),
+        "full": plgpu.Barrier(num_arrivals=2 + (gates is not None), num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+    }
+    if residual is not None:
+        scratch |= {
+            "residual_s": _swizzled((rows, own), x.dtype),
+            "residual_full": plgpu.Barrier(),
+            "residual_free": plgpu.Barrier(num_arrivals=groups),
+        }
     cluster: dict[str, Any] = {}
     if shares > 1:
-        memory += [
-            _swizzled((parts, rows, own), jnp.float32),
-            plgpu.Barrier(num_arrivals=parts, num_barriers=groups),
-        ]
+        scratch |= {
+            "parts_s": _swizzled((parts, rows, own), jnp.float32),
+            "parts_full": plgpu.Barrier(num_arrivals=parts, num_barriers=groups),
+        }
         cluster = {"cluster": (shares,), "cluster_names": ("share",)}
     kernel = plgpu.kernel(
         dense_product,
         out_type=jax.ShapeDtypeStruct((tokens, width), dtype),
-        scratch_types=tuple(memory),
+        scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=groups + 1,
@@ -253,12 +252,26 @@ def product(
         ),
         **cluster,
     )
-    return kernel(x, weight, *([residual] if has_residual else []))
+    return kernel(x, weight, *([] if residual is None else [residual]))
 
 
-def _begin(part: Any, slabs: int, parts: int) -> Any:
+def begin_of(part: Any, slabs: int, parts: int) -> Any:
     """Returns the first slab of a part; parts are as equal as they can be."""
     return lax.div(part * slabs, jnp.int32(parts))
+
+
+def tile_at(index: Any, row_tiles: int, column_tiles: int) -> tuple[Any, Any]:
+    """Returns the row and the column of a tile, by its place in the order of tiles.
+
+    BAND rows come before the next column, and all columns of these rows before the next rows.
+    """
+    of_band = BAND * column_tiles
+    band = lax.div(index, jnp.int32(of_band))
+    first_row = band * BAND
+    band_rows = lax.min(row_tiles - first_row, jnp.int32(BAND))
+    place = index - band * of_band
+    column = lax.div(place, band_rows)
+    return first_row + place - column * band_rows, column
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
