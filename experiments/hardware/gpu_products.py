@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -164,10 +165,21 @@ def measured(product: Product, tokens: int, args: Any, peak: float) -> dict[str,
     weight_bytes = 2 * product.matrix.outputs * product.matrix.inputs
     sets = 1 if args.rehearse else min(MOST_SETS, BEYOND_L2 // weight_bytes + 2)
     arrays = [product.arrays(tokens, seed) for seed in range(sets)]
-    figures: dict[str, Any] = {}
-    for name, call in contenders.items():
+
+    def program_of(call: Callable[..., Any]) -> Any:
         try:
-            seconds = device_times(compiled(call, arrays[0], sets), arrays, args.rounds).seconds
+            return compiled(call, arrays[0], sets)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(program_of, contenders.values()))
+    figures: dict[str, Any] = {}
+    for name, program in zip(contenders, programs, strict=True):
+        try:
+            if isinstance(program, Exception):
+                raise program
+            seconds = device_times(program, arrays, args.rounds).seconds
         except Exception as error:
             figures[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
             continue
@@ -200,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--matrices", nargs="+", choices=MATRICES, default=MATRICES)
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
-    parser.add_argument("--tokens", type=at_least_1, nargs="+", default=[256, 64, 8, 2048])
+    parser.add_argument("--tokens", type=at_least_1, nargs="+", default=[256, 64, 2048, 8])
     parser.add_argument(
         "--candidates",
         type=at_least_1,

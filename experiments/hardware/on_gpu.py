@@ -74,7 +74,7 @@ LIMITS = {
     "peers": 150,
     "stored": 110,
     "latents": 60,
-    "products": 110,
+    "products": 150,
 }
 PARTS = tuple(LIMITS)
 OVERLAPPED = pallas_gpu.OVERLAPPED.name
