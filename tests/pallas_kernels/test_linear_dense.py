@@ -384,6 +384,7 @@ def test_which_matrices_it_multiplies():
     for others in (
         (x, weight, matrix, (70, 198)),  # not from a multiple of 8 on
         (x, weight, matrix, (0, 100)),
+        (x, weight[:250], Matrix(250, 128), (0, 128)),
         (x, weight, matrix._replace(count=2), (0, 128)),
         (x, weight.astype(jnp.int8), matrix, (0, 256)),
         (x.astype(jnp.float32), weight.astype(jnp.float32), matrix, (0, 256)),

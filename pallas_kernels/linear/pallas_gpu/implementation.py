@@ -102,7 +102,7 @@ def silu(x: jax.Array) -> jax.Array:
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """As tanh is one sigmoid: (1 + tanh(u)) / 2 is the sigmoid of 2 u."""
-    return x * jax.nn.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x * jax.nn.sigmoid(2 * (2 / jnp.pi) ** 0.5 * (x + 0.044715 * x * x * x))
 
 
 # those of gates that the kernel for floats computes; the others are left to XLA
@@ -192,6 +192,7 @@ def is_dense(x: jax.Array, weight: jax.Array, matrix: Matrix, rows: tuple[int, i
         and weight.dtype == x.dtype
         and x.dtype.name in FLOATS
         and matrix.inputs % SLAB == 0
+        and matrix.outputs % EIGHT == 0
         and first % EIGHT == 0
         and (last - first) % LANES == 0
     )
