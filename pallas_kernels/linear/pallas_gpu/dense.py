@@ -107,7 +107,7 @@ def product(
 
         @pl.when(group == groups)
         def fetch_all():
-            if groups > 1:
+            if groups > 1:  # with one consumer, all threads have enough
                 plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def fetch_tile(i, _):
