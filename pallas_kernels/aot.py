@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pallas_kernels import aot_linear, aot_tpu
-from pallas_kernels.aot_linear import Product
+from pallas_kernels.aot_linear import FloatProduct, Product
 from pallas_kernels.tiles import TPUS, Tiles
 
 # XLA's description of a GPU (GpuTargetConfigProto). Both are GH100 dies with 132 multiprocessors;
@@ -191,7 +191,7 @@ class RotatedWrite:
         return 0, 0
 
 
-AnyCase = Case | RotatedWrite | Product
+AnyCase = Case | RotatedWrite | Product | FloatProduct
 
 
 class Compiled(NamedTuple):
@@ -213,8 +213,7 @@ GPT_OSS = tuple(
 
 
 def cases() -> Iterator[AnyCase]:
-    """Yields every supported shape, of attention, of products with stored weights, and some of
-    rotated writes.
+    """Yields every supported shape, of attention and of products, and some of rotated writes.
 
     Each option that changes the program comes alone and in the combinations that matter.
     """
@@ -273,6 +272,7 @@ def cases() -> Iterator[AnyCase]:
         yield RotatedWrite(64, 32, 4, dtype)
     yield from GPT_OSS
     yield from aot_linear.gpu_products()
+    yield from aot_linear.float_products()
 
 
 def compile_case(case: AnyCase, target: Target, tiles: Tiles) -> Compiled:
@@ -392,7 +392,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument(
         "--only",
-        choices=("decode", "chunks", "overlapped", "latents", "rotated_write", "product"),
+        choices=(
+            "decode",
+            "chunks",
+            "overlapped",
+            "latents",
+            "rotated_write",
+            "product",
+            "floats",
+        ),
         help="one kernel, of those for GPUs",
     )
     parser.add_argument(
@@ -438,11 +446,18 @@ def quick(programs: list[AnyCase]) -> list[AnyCase]:
     write, and a few products.
     """
     products = [case for case in programs if isinstance(case, Product)]
+    floats = [case for case in programs if isinstance(case, FloatProduct)]
     attention = [case for case in programs if isinstance(case, Case)]
     firsts = {(c.kernel, c.head_size, c.queries): c for c in reversed(attention)}
     with_sinks = [case for case in attention if case in GPT_OSS]
     writes = [case for case in programs if isinstance(case, RotatedWrite)][:1]
-    return [*reversed(firsts.values()), *with_sinks, *writes, *aot_linear.quick(products)]
+    return [
+        *reversed(firsts.values()),
+        *with_sinks,
+        *writes,
+        *aot_linear.quick(products),
+        *aot_linear.quick_floats(floats),
+    ]
 
 
 def report(case: AnyCase, target: Target, tiles: Tiles, as_json: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Products with stored weights that `pallas_kernels.aot` compiles for GPUs and for TPUs."""
+"""Products with weights that `pallas_kernels.aot` compiles for GPUs and for TPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ INT8 = "int8"  # numbers by row, which are no blocks
 SHAPES = (4096, 4096), (4096, 14336)  # outputs and inputs: two matrices of Llama 3 8B
 OFTEN = ("int4_128", "uint4_128", "fp8_128", INT8)  # what checkpoints have most
 EXPERTS = "mxfp4", 5760, 2880, 256, 32  # those of GPT-OSS 20B, for 64 tokens with 4 experts each
+# of the results of two models, TinyLlama-1.1B and Llama 3 8B: width, inputs, and what follows the sums
+FLOATS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (2560, 2048, {}),
+    (2048, 2048, {"residual": True}),
+    (5632, 2048, {"activation": "silu"}),
+    (2048, 5632, {"residual": True}),
+    (32000, 2048, {"result": "float32"}),
+    (6144, 4096, {}),
+    (14336, 4096, {"activation": "silu"}),
+    (4096, 14336, {"residual": True}),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +102,94 @@ class Product:
         return [x, weight, *sizes]
 
 
+@dataclasses.dataclass(frozen=True)
+class FloatProduct:
+    """One compiled program: the product of tokens with a matrix of 16 bits, for Hopper GPUs.
+
+    width: outputs of the result.
+    outputs: of the weight in a tile; None: as it is chosen.
+    """
+
+    width: int
+    inputs: int
+    tokens: int
+    activation: str | None = None
+    residual: bool = False
+    dtype: str = "bfloat16"
+    result: str | None = None  # its dtype; None is `dtype`
+    outputs: int | None = None
+    kernel: str = "floats"
+
+    def __str__(self) -> str:
+        words = [f"{self.kernel}, {self.dtype} [{self.width}, {self.inputs}], {self.tokens} tokens"]
+        words += [self.activation] if self.activation else []
+        words += ["residual"] if self.residual else []
+        words += [self.result] if self.result else []
+        words += [f"tiles of {self.outputs}"] if self.outputs else []
+        return ", ".join(words)
+
+    def sizes(self, tiles: Any) -> tuple[Any, Any]:
+        """Returns the product and its sizes, as in `pallas_gpu.dense_sizes`."""
+        import jax.numpy as jnp
+
+        from pallas_kernels.linear.pallas_gpu.dense_sizes import Product, parts_of, ranked
+
+        product = Product(
+            self.tokens,
+            self.inputs,
+            self.width,
+            self.activation is not None,
+            1 if self.activation else parts_of(self.width, self.inputs, tiles),
+            self.residual,
+            jnp.dtype(self.result or self.dtype).itemsize,
+        )
+        possible = ranked(product, tiles.multiprocessors)
+        return product, next(s for s in possible if self.outputs in (None, s.outputs))
+
+    def function_and_shapes(self, tiles: Any) -> tuple[Callable[..., Any], list[Any]]:
+        """Returns the kernel as a function, and the shapes of its arguments."""
+        import jax
+
+        from pallas_kernels.linear import Matrix
+        from pallas_kernels.linear.pallas_gpu import implementation as pallas_gpu
+
+        is_gated = self.activation is not None
+        matrix = Matrix(self.width * (1 + is_gated), self.inputs, is_gated)
+        options = {"activation": self.activation, "dtype": self.result or self.dtype}
+        sizes = self.sizes(tiles)[1]
+
+        def function(x: Any, weight: Any, residual: Any = None) -> Any:
+            return pallas_gpu.dense(
+                x, weight, matrix, residual=residual, tiles=tiles, sizes=sizes, **options
+            )
+
+        shapes = [(self.tokens, self.inputs), (matrix.outputs, self.inputs)]
+        shapes += [(self.tokens, self.width)] if self.residual else []
+        return function, [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+
+    def memory(self, tiles: Any) -> tuple[int, int]:
+        """Returns the bytes of shared memory and the stages of the kernel."""
+        from pallas_kernels.linear.pallas_gpu.dense_sizes import shared_bytes
+
+        product, sizes = self.sizes(tiles)
+        return shared_bytes(sizes, product), sizes.stages
+
+
+def float_products() -> Iterator[FloatProduct]:
+    """Yields two models' products with few tokens and many, and every width of a tile."""
+    from pallas_kernels.linear.pallas_gpu.dense_sizes import WIDTHS
+
+    for tokens in (8, 256, 2048):
+        for width, inputs, options in FLOATS:
+            yield FloatProduct(width, inputs, tokens, **options)
+    yield FloatProduct(*FLOATS[1][:2], 256, residual=True, dtype="float16")
+    yield FloatProduct(*FLOATS[2][:2], 256, activation="gelu_tanh")
+    yield FloatProduct(576, 1536, 3, residual=True)
+    for outputs in WIDTHS:
+        yield FloatProduct(8192, 2048, 256, outputs=outputs)
+        yield FloatProduct(8192, 2048, 256, activation="silu", outputs=outputs)
+
+
 def formats(smallest: int) -> list[str]:
     """Returns the formats that have words, those of OFTEN first.
 
@@ -129,6 +228,12 @@ def tpu_products() -> Iterator[Product]:
     yield Product(OFTEN[0], *SHAPES[1], tokens=64)
     yield Product(OFTEN[0], 640, 576, tokens=3)
     yield Product(*EXPERTS)
+
+
+def quick_floats(products: list[FloatProduct]) -> list[FloatProduct]:
+    """Returns the first product of each kind with few tokens, and with many."""
+    firsts = {(p.activation, p.residual, p.result, p.tokens): p for p in reversed(products)}
+    return [p for p in reversed(firsts.values()) if p.tokens in (8, 256)]
 
 
 def quick(products: list[Product]) -> list[Product]:

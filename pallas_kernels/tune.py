@@ -27,7 +27,7 @@ import jax
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
-from pallas_kernels.tiles import Tiles
+from pallas_kernels.tiles import BY_SIZE, Tiles
 from pallas_kernels.timing import Shape, arguments, compiled, device_times, inputs
 
 SHARED = 232_448 - 8_192  # bytes that a block of threads can have, less the compiler's share
@@ -135,7 +135,7 @@ def tune(start: Tiles, rehearse: bool = False) -> Iterator[Tiles]:
 
 def as_json(tiles: Tiles, note: str) -> str:
     fields: dict[str, Any] = {"note": note, **tiles._asdict()}
-    fields["decode_tile"] = {str(d): tile for d, tile in tiles.decode_tile}
+    fields |= {key: {str(size): value for size, value in fields[key]} for key in BY_SIZE}
     return json.dumps(fields, indent=2) + "\n"
 
 

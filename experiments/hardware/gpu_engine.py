@@ -3,6 +3,7 @@ what a step is made of.
 
     python -m experiments.hardware.gpu_engine --bandwidth 4.1e12 --rate 7.8e14 --json engine.json
     python -m experiments.hardware.gpu_engine --lookahead 1 --spans 8 --buckets 256 2048 --profile 8
+    python -m experiments.hardware.gpu_engine --linear pallas_gpu --lookahead 1
     python -m experiments.hardware.gpu_engine --rehearse          # the same program on a CPU: plain XLA, a tiny model
 
 The requests are those of nano-vllm's benchmark: 256, with prompts of 100 to 1,024 random tokens and
@@ -261,6 +262,9 @@ def gpu_engine_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--impls", nargs="+", default=["pallas_gpu"], help="xla takes minutes on a GPU"
     )
+    parser.add_argument(
+        "--linear", help="the implementation of products, such as pallas_gpu (default an engine's)"
+    )
     parser.add_argument("--lookahead", type=int, nargs="+", default=[1, 0])
     parser.add_argument(
         "--spans",
@@ -332,6 +336,7 @@ def measure(
     start = time.perf_counter()
     config = EngineConfig(
         attention_impl=run["impl"],
+        linear_impl=args.linear,
         dtype=args.dtype,
         lookahead=run["lookahead"],
         decode_span=run["span"],

@@ -46,11 +46,15 @@ PARTS_LINE = re.compile(f"{GRAPH_LINE}: (.*)")
 
 
 class Kind(NamedTuple):
-    """Launches of one kind: their number, and the bytes of their results."""
+    """Launches of one kind: their number, and the bytes of their results.
+
+    wide: bytes of those results that are float32.
+    """
 
     name: str
     launches: int
     nbytes: int
+    wide: int = 0
 
 
 class Loop(NamedTuple):
@@ -78,12 +82,14 @@ def kinds(program: hlo.Program) -> tuple[Kind, ...]:
     """
     launches: dict[str, int] = {}
     nbytes: dict[str, int] = {}
+    wide: dict[str, int] = {}
     for instruction, times in _launches(hlo.sites(program)):
         name = kernel_of(instruction) or SUFFIX.sub("", instruction.name)
-        result_bytes = sum(array.nbytes for array in instruction.results)
+        wide_results = [array for array in instruction.results if array.dtype == "f32"]
         launches[name] = launches.get(name, 0) + times
-        nbytes[name] = nbytes.get(name, 0) + times * result_bytes
-    all_kinds = [Kind(name, count, nbytes[name]) for name, count in launches.items()]
+        for total, results in ((nbytes, instruction.results), (wide, wide_results)):
+            total[name] = total.get(name, 0) + times * sum(array.nbytes for array in results)
+    all_kinds = [Kind(name, count, nbytes[name], wide[name]) for name, count in launches.items()]
     return tuple(sorted(all_kinds, key=lambda kind: -kind.launches))
 
 
@@ -176,6 +182,8 @@ def lines(by_kind: tuple[Kind, ...], graph_count: int | None, most_kinds: int = 
     if graph_count is not None:
         note = f", in {graph_count} CUDA graph{'' if graph_count == 1 else 's'}"
     rows = [f"{total} launches outside of branches{note}:"]
+    wide = sum(kind.wide for kind in by_kind)
+    last = f"  {wide / 2**20:.1f} MiB of their results are float32"
     if len(by_kind) > most_kinds:
         launches = sum(kind.launches for kind in by_kind[most_kinds:])
         nbytes = sum(kind.nbytes for kind in by_kind[most_kinds:])
@@ -183,4 +191,4 @@ def lines(by_kind: tuple[Kind, ...], graph_count: int | None, most_kinds: int = 
     rows += [
         f"  {kind.launches:5}  {kind.nbytes / 2**20:9.1f} MiB  {kind.name}" for kind in by_kind
     ]
-    return "\n".join(rows)
+    return "\n".join([*rows, last])

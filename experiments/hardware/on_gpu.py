@@ -23,6 +23,8 @@
     stored    experiments.hardware.gpu_stored: decodes of a model with weights of 4 bits: are the
               kernel's products right, and how fast are they beside XLA's?
     latents   experiments.hardware.gpu_latents: is the kernel for latents right?
+    products  experiments.hardware.gpu_products: are products of floats with what follows them right,
+              and how fast are they beside XLA's?
 
 Each part has a limit of seconds and a process group of its own, of which nothing is left when the
 part ends or is stopped: a kernel that deadlocks never returns. A failed part is reported and the
@@ -75,6 +77,7 @@ LIMITS = {
     "peers": 150,
     "stored": 110,
     "latents": 60,
+    "products": 150,
 }
 PARTS = tuple(LIMITS)
 OVERLAPPED = pallas_gpu.OVERLAPPED.name
@@ -149,6 +152,7 @@ def parts(
         part("peers", "experiments.hardware.gpu_peers", *time_limits["peers"]),
         part("stored", "experiments.hardware.gpu_stored"),
         part("latents", "experiments.hardware.gpu_latents", *time_limits["latents"]),
+        part("products", "experiments.hardware.gpu_products"),
     ]
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+BY_SIZE = "decode_tile", "product_parts"  # of `Tiles`: pairs, which are objects in a file
 FALLBACK = "h100"  # the first Hopper: tiles that fit it fit its successors
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 TPU_FALLBACK = "v5e"
@@ -20,6 +21,8 @@ class Tiles(NamedTuple):
     min_split: the fewest context tokens of a part of a split context.
     chunk_tile: context tokens that a chunk computes at a time.
     chunk_stages: such tiles in shared memory.
+    product_parts: parts of the inputs of a weight of 16 bits, by its outputs: pairs (outputs at
+        most, parts), ascending; a weight with more outputs has one part.
     """
 
     multiprocessors: int
@@ -28,6 +31,7 @@ class Tiles(NamedTuple):
     min_split: int
     chunk_tile: int
     chunk_stages: int
+    product_parts: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, device_kind: str) -> Tiles:
@@ -42,9 +46,8 @@ class Tiles(NamedTuple):
     @classmethod
     def read(cls, name: str) -> Tiles:
         fields = _fields(name)
-        fields["decode_tile"] = tuple(
-            (int(size), tile) for size, tile in fields["decode_tile"].items()
-        )
+        for key in BY_SIZE:
+            fields[key] = tuple((int(size), value) for size, value in fields[key].items())
         return cls(**fields)
 
 

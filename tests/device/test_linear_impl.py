@@ -22,7 +22,10 @@ from pagedjax.device.cache import init
 from pagedjax.device.models import Decoder, matrices
 from pagedjax.device.models.decoder import samples_of
 from pagedjax.weights.trained import replacement_state, whole
+from pallas_kernels.interpreted import interpreted
 from pallas_kernels.linear import IMPLS, Implementation, pallas_tpu
+from pallas_kernels.linear.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.shared.hopper import old_jax
 from tests import quick_compiler
 from tests.device.test_llama import chosen, lay_out
 from tests.device.test_model_families import config_of
@@ -305,3 +308,34 @@ def test_every_implementation_is_a_record_under_its_name():
     )
     for name in IMPLS:  # the configuration knows the same names
         assert EngineConfig(linear_impl=name).linear_impl == name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(old_jax()), reason="GPU interpret mode needs JAX 0.11")
+def test_the_kernel_for_floats_on_gpus_serves_an_engine(monkeypatch):
+    """Interpreted: with gates, residuals, and a step's keys and values as some of the outputs."""
+    kernel = IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **facts: "")
+    monkeypatch.setitem(IMPLS, "pallas_gpu", kernel)
+    activations = []
+
+    def dense(*arrays: Any, **options: Any) -> jax.Array:
+        activations.append(options["activation"])
+        return pallas_gpu_dense(*arrays, **options)
+
+    pallas_gpu_dense = pallas_gpu.dense
+    monkeypatch.setattr(pallas_gpu, "dense", dense)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 320}
+    config = config_of("Llama 2", num_hidden_layers=2, **sizes)
+    params = random_params(config)
+    results = {}
+    for impl in ("xla", "pallas_gpu"):
+        model = from_params(params, config, linear_impl=impl, dtype="bfloat16")
+        with interpreted():
+            results[impl], llm = outputs(model, impl, attention_impl="xla")
+        assert llm.engine.config.linear_impl == impl
+    for (tokens, logprobs), (expected_tokens, expected) in zip(
+        results["pallas_gpu"], results["xla"], strict=True
+    ):
+        assert tokens == expected_tokens
+        chex.assert_trees_all_close(logprobs, expected, atol=0.05)
+    assert set(activations) == {"silu", None}

@@ -17,6 +17,7 @@ import pytest
 
 from pallas_kernels import aot, aot_linear, aot_states, aot_tpu, bundles, timing, tune
 from pallas_kernels.linear import pallas_tpu as linear_tpu
+from pallas_kernels.linear.pallas_gpu import dense_sizes
 from pallas_kernels.linear.pallas_gpu.layout import SMALLEST
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
@@ -131,6 +132,27 @@ def test_every_stored_format_is_compiled(products, smallest):
     assert [case.count for case in quick if case.count > 1] == [32]
 
 
+def test_products_of_floats_are_compiled_with_every_width_of_a_tile():
+    cases = list(aot_linear.float_products())
+    assert len(set(map(str, cases))) == len(cases)
+    widths = {case.outputs for case in cases if case.outputs}
+    assert widths == set(dense_sizes.WIDTHS)
+    for target in aot.TARGETS:
+        tiles = Tiles.read(target)
+        sizes = [case.sizes(tiles)[1] for case in cases]
+        assert {(size.rows, size.gated, size.shares > 1) for size in sizes} == {
+            *((rows, gated, False) for rows in (64, 128) for gated in (False, True)),
+            *((rows, False, True) for rows in (64, 128)),
+        }
+        assert any(size.parts > size.shares for size in sizes)
+    quick = aot_linear.quick_floats(cases)
+    assert {(case.activation, case.residual) for case in quick} >= {
+        (None, False),
+        (None, True),
+        ("silu", False),
+    }
+
+
 def test_the_roofline_of_a_product_counts_its_words_once():
     tiles = TpuTiles.read("v5e")
     product = aot_linear.Product("int4_128", 4096, 4096, tokens=16)
@@ -231,7 +253,8 @@ def test_written_tiles_are_read_back(tmp_path, monkeypatch):
     tiles = Tiles.read("h200")
     fields = json.loads(tune.as_json(tiles, "a note"))
     assert fields.pop("note") == "a note"
-    fields["decode_tile"] = tuple((int(d), tile) for d, tile in fields["decode_tile"].items())
+    for key in ("decode_tile", "product_parts"):
+        fields[key] = tuple((int(size), value) for size, value in fields[key].items())
     assert Tiles(**fields) == tiles
 
 

@@ -1,21 +1,34 @@
-"""Products with stored weights on NVIDIA GPUs of the Hopper generation (sm_90a).
+"""Products with weights on NVIDIA GPUs of the Hopper generation (sm_90a).
 
-The kernel is in `kernel.py`, and the layout of weights in `layout.py`. Matrices without words
-(`words.has_words`) are multiplied by `xla`, and so is all that comes before and after the sums.
+There are two kernels. `kernel.py` multiplies matrices in words (`words.has_words`), whose layout is
+in `layout.py`. `dense.py` multiplies floats of 16 bits, and computes activation and residual too.
+Matrices of neither kind are multiplied by `xla`, and so is all that a kernel leaves before and after
+the sums.
 
 No GPU has run this yet: it is interpreted on a CPU, and compiled by `pallas_kernels.aot`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.linear import words
-from pallas_kernels.linear.implementation import Implementation, Matrix
+from pallas_kernels.linear import words, xla
+from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
+from pallas_kernels.linear.pallas_gpu.dense_sizes import (
+    LANES,
+    SLAB,
+    Product,
+    Sizes,
+    parts_of,
+    sizes_of,
+)
 from pallas_kernels.linear.pallas_gpu.layout import (
+    EIGHT,
     OUTPUTS,
     SMALLEST,
     gather,
@@ -23,11 +36,13 @@ from pallas_kernels.linear.pallas_gpu.layout import (
     pack,
     unpack,
 )
+from pallas_kernels.linear.reference import rms_norm
 from pallas_kernels.shared.device import device_kind
 from pallas_kernels.shared.hopper import old_jax, wrong_device
 from pallas_kernels.tiles import Tiles
 
-DTYPE = "bfloat16"  # of activations
+DTYPE = "bfloat16"  # of activations, for weights in words
+FLOATS = "bfloat16", "float16"  # of weights in floats, and of their activations
 
 
 def sums(
@@ -81,11 +96,187 @@ def sums_of_matrices(
     return words.collected(y[:, : words.one_of(matrix).outputs], rows.places)
 
 
-def product_obstacle(dtype: str) -> str:
-    """Returns why activations of a dtype cannot be multiplied here, as the rest of a sentence; empty
-    if they can.
+def silu(x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(x)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """As tanh is one sigmoid: (1 + tanh(u)) / 2 is the sigmoid of 2 u."""
+    return x * jax.nn.sigmoid(2 * (2 / jnp.pi) ** 0.5 * (x + 0.044715 * x * x * x))
+
+
+# those of gates that the kernel for floats computes; the others are left to XLA
+GATES: dict[str | None, Callable[[jax.Array], jax.Array]] = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
+def dense(
+    x: jax.Array,
+    weight: jax.Array,
+    matrix: Matrix,
+    *,
+    rows: tuple[int, int] | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    dtype: str,
+    tiles: Tiles | None = None,
+    sizes: Sizes | None = None,
+) -> jax.Array:
+    """Returns [T, width]: the product of floats, and what the kernel computes behind it.
+
+    Args:
+        x: [T, K]. weight: [M, K] of x's dtype. matrix: one for which `is_dense`.
+        activation: one of GATES, for a gated matrix; None leaves gates as they are.
+        tiles: those of a device; None takes the device's.
+        sizes: None chooses them.
     """
-    return old_jax() or ("" if dtype == DTYPE else f"multiplies {DTYPE} and not {dtype}")
+    from pallas_kernels.linear.pallas_gpu import dense as kernel  # Mosaic GPU
+
+    tiles = tiles or Tiles.of(device_kind())
+    is_gated = activation is not None
+    first, last = rows or (0, matrix.outputs // (1 + is_gated))
+    tokens = len(x)
+    if sizes is None:
+        shape = product_of(
+            matrix,
+            tokens,
+            (first, last),
+            is_gated=is_gated,
+            has_residual=residual is not None,
+            dtype=dtype,
+            tiles=tiles,
+        )
+        sizes = sizes_of(shape, tiles.multiprocessors)
+    padding = [(0, -tokens % EIGHT), (0, 0)]  # copies to swizzled memory are of eight rows
+    y = kernel.product(
+        jnp.pad(x, padding),
+        weight,
+        sizes,
+        first=first,
+        width=last - first,
+        gates=GATES[activation] if is_gated else None,
+        residual=None if residual is None else jnp.pad(residual, padding),
+        dtype=dtype,
+    )
+    return y[:tokens]
+
+
+def product_of(
+    matrix: Matrix,
+    tokens: int,
+    rows: tuple[int, int],
+    *,
+    is_gated: bool,
+    has_residual: bool,
+    dtype: str,
+    tiles: Tiles,
+) -> Product:
+    """Returns what the sizes of `dense` depend on. rows: the outputs of the result."""
+    return Product(
+        tokens=tokens,
+        inputs=matrix.inputs,
+        width=rows[1] - rows[0],
+        gated=is_gated,
+        parts=1 if is_gated else parts_of(matrix.outputs, matrix.inputs, tiles),
+        residual=has_residual,
+        itemsize=jnp.dtype(dtype).itemsize,
+    )
+
+
+def is_dense(x: jax.Array, weight: jax.Array, matrix: Matrix, rows: tuple[int, int]) -> bool:
+    """Returns whether the kernel for floats multiplies these outputs: of one matrix, and in whole
+    rows of 128 bytes.
+    """
+    first, last = rows
+    return (
+        matrix.count == 1
+        and weight.dtype == x.dtype
+        and x.dtype.name in FLOATS
+        and matrix.inputs % SLAB == 0
+        and matrix.outputs % EIGHT == 0
+        and first % EIGHT == 0
+        and (last - first) % LANES == 0
+    )
+
+
+def _dense_multiply(
+    x: jax.Array,
+    weight: jax.Array,
+    matrix: Matrix,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    rows: tuple[int, int] | None,
+    dtype: str,
+    tiles: Tiles | None,
+) -> jax.Array:
+    """Returns the result of a matrix of floats. Its epilogue is the kernel's, or else XLA's over
+    sums in float32.
+    """
+    in_kernel = all(part is None for part in epilogue[:3]) and epilogue.activation in (None, *GATES)
+    if in_kernel:
+        return dense(
+            rms_norm(x, norm),
+            weight,
+            matrix,
+            rows=rows,
+            activation=epilogue.activation,
+            residual=epilogue.residual,
+            dtype=dtype,
+            tiles=tiles,
+        )
+
+    def sums_of(first: int, last: int) -> Callable[[jax.Array], jax.Array]:
+        return partial(
+            dense,
+            weight=weight,
+            matrix=matrix._replace(gated=False),
+            rows=(first, last),
+            dtype="float32",
+            tiles=tiles,
+        )
+
+    return xla.around(sums_of, x, matrix, norm, epilogue, rows, dtype)
+
+
+def multiply(
+    x: jax.Array,
+    weight: jax.Array,
+    matrix: Matrix,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    rows: tuple[int, int] | None,
+    sizes: jax.Array | None,
+    dtype: str,
+    *,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """See `api.linear`. tiles: as in `sums`."""
+    if not old_jax() and is_dense(x, weight, matrix, rows or (0, matrix.width)):
+        return _dense_multiply(x, weight, matrix, norm, epilogue, rows, dtype, tiles)
+    return words.multiply(
+        x,
+        weight,
+        matrix,
+        norm,
+        epilogue,
+        rows,
+        sizes,
+        dtype,
+        impl="pallas_gpu",
+        obstacle=partial(product_obstacle, weight_dtype=weight.dtype.name),
+        sums=sums,
+        sums_of_matrices=sums_of_matrices,
+        tiles=tiles,
+    )
+
+
+def product_obstacle(dtype: str, weight_dtype: str) -> str:
+    """Returns why activations of a dtype cannot be multiplied here with weights of another, as the
+    rest of a sentence; empty if they can.
+    """
+    if old := old_jax():
+        return old
+    allowed = FLOATS if weight_dtype in FLOATS else (DTYPE,)
+    return "" if dtype in allowed else f"multiplies {' and '.join(allowed)} and not {dtype}"
 
 
 def obstacle(
@@ -94,22 +285,21 @@ def obstacle(
     """See `Implementation`."""
     if mesh:
         return "is for a device without a mesh"
-    return wrong_device(device) or product_obstacle(dtype)
+    return wrong_device(device) or product_obstacle(dtype, weight_dtype)
 
 
-# `tiles` as in `sums`
-multiply = partial(
-    words.multiply,
-    impl="pallas_gpu",
-    obstacle=product_obstacle,
-    sums=sums,
-    sums_of_matrices=sums_of_matrices,
-)
+def model_obstacle(weight_dtypes: Sequence[str]) -> str:
+    """See `Implementation`."""
+    if set(weight_dtypes) <= set(FLOATS):
+        return ""
+    return words.model_obstacle(weight_dtypes, smallest=SMALLEST)
+
+
 IMPLEMENTATION = Implementation(
     "pallas_gpu",
     multiply,
     obstacle,
-    model_obstacle=partial(words.model_obstacle, smallest=SMALLEST),
+    model_obstacle=model_obstacle,
     pack=pack,
     unpack=unpack,
     gather=gather,

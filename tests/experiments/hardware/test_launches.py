@@ -53,11 +53,13 @@ backend_config={"known_trip_count":{"n":"3"}}
 
 def test_launches_are_counted_by_kind_with_loops_and_without_branches():
     by_name = {kind.name: kind for kind in launches.kinds(hlo.parse(PROGRAM))}
-    assert by_name["loop_add_fusion"] == Kind("loop_add_fusion", 1 + 3, 4 * 128)
-    assert by_name["paged_decode"] == Kind("paged_decode", 1, 128)
-    assert by_name["copy"] == Kind("copy", 1, 128)
+    assert by_name["loop_add_fusion"] == Kind("loop_add_fusion", 1 + 3, 4 * 128, wide=4 * 128)
+    assert by_name["paged_decode"] == Kind("paged_decode", 1, 128, wide=128)
+    assert by_name["copy"] == Kind("copy", 1, 128, wide=128)
     assert "only_in_a_branch" not in by_name
     assert set(by_name) == {"loop_add_fusion", "paged_decode", "copy", "less"}
+    assert by_name["less"].wide == 0
+    assert "0.0 MiB of their results are float32" in launches.lines((by_name["less"],), 1)
     assert [kind.launches for kind in launches.kinds(hlo.parse(PROGRAM))] == sorted(
         (kind.launches for kind in by_name.values()), reverse=True
     )
@@ -98,7 +100,7 @@ def test_the_loop_of_a_span_is_in_a_graph_or_the_hosts(thunks, loop):
     body_root = "  ROOT %next = "
     program = hlo.parse(PROGRAM.replace(body_root, f"{choice}\n{body_root}"))
     log = "\n".join(f"I pass.cc:564] {GRAPH_LINE}: {names}" for names in thunks)
-    turn = (Kind("loop_add_fusion", 1, 128),)
+    turn = (Kind("loop_add_fusion", 1, 128, wide=128),)
     assert launches.loop(program, 3, log) == launches.Loop(turn, *loop)
     assert launches.loop(program, 4, log) is None
     assert launches.loop(program, 1, log) is None

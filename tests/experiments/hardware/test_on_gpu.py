@@ -197,3 +197,4 @@ def test_a_whole_session_is_rehearsed(tmp_path, monkeypatch, capsys):
     assert not any(figures["writes"]["faults"].values())
     assert len(figures["stored"]["errors"]) == 4
     assert len(figures["stored"]["decodes"]["2"]) == 3
+    assert [case["matrix"] for case in figures["products"]["times"]] == ["attn.out", "mlp.up"]
