@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.hopper import old_jax
+from pallas_kernels.shared.hopper import old_jax, store
 
 WARPS = 4  # of a warpgroup, which is a block of threads
 LANES = 32  # threads of a warp
@@ -90,7 +90,7 @@ def rotate_and_write(k_pages, v_pages, heads, angles, slots, *, queries: int):
 
         def write(target: Any, numbers: list[jax.Array]) -> None:
             for half, x in zip(halves, numbers, strict=True):
-                target.at[:, half][...] = x.astype(dtype)
+                store(target.at[:, half], x.astype(dtype))
 
         q = rotated(0, queries) if queries else []
         k = rotated(queries, kv_heads)

@@ -30,3 +30,16 @@ def wrong_device(device: Any) -> str:
             f"and {device.device_kind} has {capability}"
         )
     return ""
+
+
+def store(ref: Any, x: jax.Array) -> None:
+    """Writes x to shared or global memory, however threads have its numbers: with conflicts of banks,
+    or fewer bytes of a thread than it could write at a time.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    newer: Any = plgpu  # JAX 0.11 has no `store`, and its assignments may be slow, too
+    if hasattr(plgpu, "store"):
+        newer.store(ref, x, optimized=False)
+    else:
+        ref[...] = x

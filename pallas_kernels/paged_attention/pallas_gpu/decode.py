@@ -49,6 +49,7 @@ from pallas_kernels.paged_attention.pallas_gpu.pages import (
     swizzled_memory,
     tokens_outside,
 )
+from pallas_kernels.shared.hopper import store
 from pallas_kernels.tiles import Tiles
 
 COLUMNS = 8  # WGMMA's smallest width
@@ -335,19 +336,8 @@ def _normalised(o, weights):
 def write_whole(carry, o_s) -> None:
     """Writes the result of a carry to o_s [columns, D], of a context in one part."""
     o, _, weights = carry
-    store_transposed(o_s, _normalised(o, weights)[0].astype(o_s.dtype))
+    store(o_s.transpose((1, 0)), _normalised(o, weights)[0].astype(o_s.dtype))
     plgpu.commit_smem()
-
-
-def store_transposed(memory, x) -> None:
-    """Writes x [D, columns] to shared memory [columns, D] in plain order, with bank conflicts."""
-    newer: Any = (
-        plgpu  # until JAX 0.11 an assignment may have such conflicts, and `store` is missing
-    )
-    if hasattr(plgpu, "store"):
-        newer.store(memory.transpose((1, 0)), x, optimized=False)
-    else:
-        memory.transpose((1, 0))[...] = x
 
 
 def write_part(carry, scratch, results) -> None:
