@@ -41,8 +41,8 @@ CALLS = "mpmd_map", "pallas_call"  # ends of names of operations that call kerne
 OPERATION = re.compile(r'op_name="([^"]*)"')
 SUFFIX = re.compile(r"(\.(\d+|remat\d*|clone))*$")  # of a name: its number, and marks of copies
 GRAPH_LOG_LEVEL = "command_buffer_conversion_pass=2"  # XLA's file and level that log the graphs
-GRAPH_LINE = "Creating command buffer thunk with the following thunks"
-PARTS_LINE = re.compile(f"{GRAPH_LINE}: (.*)")
+# from JAX 0.12 on, the graph has a name
+GRAPH_LINE = re.compile(r"Creating command buffer thunk (?:\S+ )?with the following thunks: (.*)")
 
 
 class Kind(NamedTuple):
@@ -135,7 +135,7 @@ def graphs(log: str) -> int | None:
     If there is one graph, it is the whole program: branches that could not be in it would have
     graphs of their own.
     """
-    count = log.count(GRAPH_LINE)
+    count = len(GRAPH_LINE.findall(log))
     return count if count or "command_buffer_conversion_pass" in log else None
 
 
@@ -148,7 +148,7 @@ def loop(program: hlo.Program, turns: int, log: str) -> Loop | None:
     body = hlo.loop_body(program, turns)
     if body is None:
         return None
-    parts_of_graphs = [set(line.split(", ")) for line in PARTS_LINE.findall(log)]
+    parts_of_graphs = [set(line.split(", ")) for line in GRAPH_LINE.findall(log)]
     parts = set().union(*parts_of_graphs)
     instructions = body.computations[body.entry]
     names = {instruction.name for instruction in instructions}

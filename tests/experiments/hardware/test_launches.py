@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.hardware import hlo, launches
-from experiments.hardware.launches import GRAPH_LINE, Kind
+from experiments.hardware.launches import Kind
+
+GRAPH = "Creating command buffer thunk {}with the following thunks"  # as XLA logs it
 
 PROGRAM = """HloModule jit_step
 
@@ -84,6 +86,7 @@ def test_a_kernel_has_the_name_of_its_operation_or_of_its_instruction(name, kern
     assert launches.kernels(hlo.parse(PROGRAM)) == {"paged_decode": 1}
 
 
+@pytest.mark.parametrize("name", ["", "command_buffer_1 "], ids=["JAX 0.11", "JAX 0.12"])
 @pytest.mark.parametrize(
     ("thunks", "loop"),
     [
@@ -93,13 +96,13 @@ def test_a_kernel_has_the_name_of_its_operation_or_of_its_instruction(name, kern
         ([], (False, 0, 1)),
     ],
 )
-def test_the_loop_of_a_span_is_in_a_graph_or_the_hosts(thunks, loop):
+def test_the_loop_of_a_span_is_in_a_graph_or_the_hosts(thunks, loop, name):
     choice = (
         "  %choice = (f32[8,4]{1,0}) conditional(%item, %x, %x), branch_computations={%yes, %no}"
     )
     body_root = "  ROOT %next = "
     program = hlo.parse(PROGRAM.replace(body_root, f"{choice}\n{body_root}"))
-    log = "\n".join(f"I pass.cc:564] {GRAPH_LINE}: {names}" for names in thunks)
+    log = "\n".join(f"I pass.cc:564] {GRAPH.format(name)}: {names}" for names in thunks)
     turn = (Kind("loop_add_fusion", 1, 128, wide=128),)
     assert launches.loop(program, 3, log) == launches.Loop(turn, *loop)
     assert launches.loop(program, 4, log) is None
@@ -117,8 +120,8 @@ def test_a_compiled_program_has_launches():
         ("", None),
         ("I command_buffer_conversion_pass.cc:392] Thunk kind kWhile lowering is not enabled", 0),
         (
-            f"I command_buffer_conversion_pass.cc:1] {GRAPH_LINE}: a, b\nother\n"
-            f"I pass.cc] {GRAPH_LINE}: c",
+            f"I command_buffer_conversion_pass.cc:1] {GRAPH.format('')}: a, b\nother\n"
+            f"I pass.cc] {GRAPH.format('command_buffer_1 ')}: c",
             2,
         ),
     ],
