@@ -175,7 +175,9 @@ def latent_attention(
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
-def rotate_and_write(*arrays: jax.Array, queries: int) -> tuple[jax.Array | None, ...]:
+def rotate_and_write(
+    *arrays: jax.Array, queries: int
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """See `kv_write.api.rotate_and_write`."""
     from pallas_kernels.kv_write import pallas_gpu  # it imports Mosaic GPU
 
