@@ -12,19 +12,19 @@
     kernels   experiments.hardware.gpu_attention: how fast are the kernels, beside alternatives?
     engine    experiments.hardware.gpu_engine: a Llama of random weights in the engine, and what its
               steps consist of
+    peers     experiments.hardware.gpu_peers: the engine's requests in a plain loop with CUDA
+              graphs, and in transformers' continuous batching; needs torch
     overlapped  gpu_numerics of the other kernel for prompts, `pallas_gpu_overlapped`: is it right?
     prompts   gpu_attention of prompts alone: that kernel beside `pallas_gpu` and cuDNN
     writes    experiments.hardware.gpu_writes: is the kernel that rotates and writes right, and are
               steps of `pallas_gpu_fused` faster?
+    products  experiments.hardware.gpu_products: are products of floats with what follows them right,
+              and how fast are they beside XLA's?
     goldens   experiments.hardware.gpu_goldens: a real model against transformers
     predict   experiments.hardware.gpu_prediction: study 010, a simulation against measured runs
-    peers     experiments.hardware.gpu_peers: the engine's requests in a plain loop with CUDA
-              graphs, and in transformers' continuous batching; needs torch
     stored    experiments.hardware.gpu_stored: decodes of a model with weights of 4 bits: are the
               kernel's products right, and how fast are they beside XLA's?
     latents   experiments.hardware.gpu_latents: is the kernel for latents right?
-    products  experiments.hardware.gpu_products: are products of floats with what follows them right,
-              and how fast are they beside XLA's?
 
 Each part has a limit of seconds and a process group of its own, of which nothing is left when the
 part ends or is stopped: a kernel that deadlocks never returns. A failed part is reported and the
@@ -69,15 +69,15 @@ LIMITS = {
     "tune": 60,
     "kernels": 110,
     "engine": 240,
+    "peers": 150,
     "overlapped": 60,
     "prompts": 60,
     "writes": 110,
+    "products": 150,
     "goldens": 60,
     "predict": 120,
-    "peers": 150,
     "stored": 110,
     "latents": 60,
-    "products": 150,
 }
 PARTS = tuple(LIMITS)
 OVERLAPPED = pallas_gpu.OVERLAPPED.name
@@ -123,6 +123,7 @@ def parts(
         part("tune", "pallas_kernels.tune", "--name", name),
         part("kernels", "experiments.hardware.gpu_attention"),
         part("engine", "experiments.hardware.gpu_engine"),
+        part("peers", "experiments.hardware.gpu_peers", *time_limits["peers"]),
         part(
             "overlapped",
             "experiments.hardware.gpu_numerics",
@@ -140,6 +141,7 @@ def parts(
             *("pallas_gpu", OVERLAPPED, "cudnn, contiguous"),
         ),
         part("writes", "experiments.hardware.gpu_writes"),
+        part("products", "experiments.hardware.gpu_products"),
         part(
             "goldens",
             "experiments.hardware.gpu_goldens",
@@ -149,10 +151,8 @@ def parts(
             *time_limits["goldens"],
         ),
         part("predict", "experiments.hardware.gpu_prediction", "--model", model),
-        part("peers", "experiments.hardware.gpu_peers", *time_limits["peers"]),
         part("stored", "experiments.hardware.gpu_stored"),
         part("latents", "experiments.hardware.gpu_latents", *time_limits["latents"]),
-        part("products", "experiments.hardware.gpu_products"),
     ]
 
 
