@@ -33,7 +33,7 @@ as they come. <out>/session.json has the results of the parts, versions, commit 
 `--minutes` limits the session; parts that do not fit are listed.
 
 `--rehearse` runs the same parts with interpreted kernels or other implementations, tiny shapes and
-the same files.
+the same files. Its limits are four times as long.
 
 Needs JAX 0.11 and so Python 3.12, with CUDA unless it is a rehearsal. torch is included if it is
 installed.
@@ -80,6 +80,8 @@ LIMITS = {
     "latents": 60,
 }
 PARTS = tuple(LIMITS)
+MINUTES = 9.5  # of a session on a GPU
+SLOWER = 4  # times the seconds, on a GPU, that a part and a session may take in a rehearsal
 OVERLAPPED = pallas_gpu.OVERLAPPED.name
 REMEDY = "use Python 3.12 or newer, where pip installs it"
 MIN_SECONDS = 20.0  # seconds; with less time left, no part is started
@@ -275,9 +277,8 @@ def on_gpu_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=9.5,
         help=(
-            "of the session; default 9.5; the limits of all parts add up to "
+            f"of the session; default {MINUTES}, and {MINUTES * SLOWER:g} of a rehearsal; the limits of all parts add up to "
             f"{sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over "
             "is stopped, and those after it are not run and are listed"
         ),
@@ -305,9 +306,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"  # read by the parts
-    all_parts = parts(args.name, args.out, args.model, LIMITS | dict(args.limits), args.rehearse)
+    slower = SLOWER if args.rehearse else 1
+    limits = {name: seconds * slower for name, seconds in LIMITS.items()} | dict(args.limits)
+    all_parts = parts(args.name, args.out, args.model, limits, args.rehearse)
     plan = [part for part in all_parts if args.only is None or part.name in args.only]
-    return 0 if session(plan, args.out, args.minutes, facts_of(args.name, args.rehearse)) else 1
+    minutes = args.minutes or MINUTES * slower
+    return 0 if session(plan, args.out, minutes, facts_of(args.name, args.rehearse)) else 1
 
 
 if __name__ == "__main__":
