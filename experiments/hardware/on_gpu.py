@@ -278,8 +278,8 @@ def on_gpu_parser() -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         help=(
-            f"of the session; default {MINUTES}, and {MINUTES * SLOWER:g} of a rehearsal; the limits of all parts add up to "
-            f"{sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over "
+            f"of the session; default {MINUTES}, and {MINUTES * SLOWER:g} of a rehearsal; "
+            f"the limits of all parts add up to {sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over "
             "is stopped, and those after it are not run and are listed"
         ),
     )
