@@ -279,8 +279,8 @@ def on_gpu_parser() -> argparse.ArgumentParser:
         type=float,
         help=(
             f"of the session; default {MINUTES}, and {MINUTES * SLOWER:g} of a rehearsal; "
-            f"the limits of all parts add up to {sum(LIMITS.values()) / 60:.1f}: the part that runs when the time is over "
-            "is stopped, and those after it are not run and are listed"
+            f"the limits of all parts add up to {sum(LIMITS.values()) / 60:.1f}: the part that "
+            "runs when the time is over is stopped, and those after it are not run and are listed"
         ),
     )
     parser.add_argument(
