@@ -95,7 +95,7 @@ def random_params(config: Any) -> Any:
     ],
 )
 def test_every_implementation_serves_every_family(name, int8):
-    weights = {"weight_dtype": "int8"} if int8 else {}
+    weights: dict[str, Any] = {"weight_dtype": "int8"} if int8 else {}
     fewer = {"num_hidden_layers": 1} if (name, int8) == ("Gemma 2", False) else {}  # by default
     config = config_of(name, **fewer)
     params = random_params(config)

@@ -56,7 +56,7 @@ SUBSET = [*WITH_PROMPTS, *(golden for golden in SHORT[::3] if golden not in WITH
     ("options", "goldens", "tokens", "with_prompts"),
     [
         (NARROW, SUBSET, 8, []),  # log-probabilities of prompts have a program of their own
-        pytest.param(NARROW, SHORT, 12, WITH_PROMPTS, marks=SLOW),
+        pytest.param(NARROW, SHORT, 12, WITH_PROMPTS, marks=pytest.mark.exhaustive),
         pytest.param(WIDE, GOLDENS, 64, WITH_PROMPTS, marks=SLOW),
     ],
     ids=["some", "short", "all"],
