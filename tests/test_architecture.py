@@ -116,16 +116,22 @@ KERNELS_ARE_IMPORTED_BY = "pagedjax.device"
 JITTED_IN = "pagedjax.device.step"
 
 
-def modules(package: str) -> dict[str, ast.Module]:
-    """Every module of a package by its dotted name; a package's own `__init__` goes by the
-    package's name.
+def files(package: str) -> dict[str, Path]:
+    """The file of every module of a package by its dotted name; a package's own `__init__` goes by
+    the package's name.
     """
-    trees = {}
+    paths = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        trees[name] = ast.parse(path.read_text("utf-8"), str(path))
-    return trees
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
+
+
+def modules(package: str) -> dict[str, ast.Module]:
+    """Every module of a package by its dotted name."""
+    return {
+        name: ast.parse(path.read_text("utf-8"), str(path)) for name, path in files(package).items()
+    }
 
 
 def imports(name: str, tree: ast.Module, for_types: bool = False) -> Iterator[str]:
@@ -409,7 +415,8 @@ def loaded_by(statement: str) -> set[str]:
 HEAVY = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "transformers", "torch"}
 LIGHT = [
     name
-    for name in all_modules()
+    for package in PACKAGES
+    for name in files(package)
     if rule_of(name, MAY_IMPORT)
     in ("pagedjax.host", "pagedjax.routing", "pagedjax.viewer", *LEAVES)
 ]

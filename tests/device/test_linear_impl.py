@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import LLM, EngineConfig, from_params, load_model
+from pagedjax import LLM, EngineConfig, SamplingParams, from_params, load_model
 from pagedjax.device import linear
 from pagedjax.device.attention import attend
 from pagedjax.device.batch import Batch, blank_sampling
@@ -27,9 +27,9 @@ from pallas_kernels.linear import IMPLS, Implementation, pallas_tpu
 from pallas_kernels.linear.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.shared.hopper import old_jax
 from tests import quick_compiler
-from tests.device.test_llama import chosen, lay_out
+from tests.device.test_llama import lay_out
 from tests.device.test_model_families import config_of
-from tests.engine.runs import greedy
+from tests.engine.runs import answers, greedy, logprobs_of
 from tests.refusals import refused
 
 pytest.importorskip("llvmlite")
@@ -56,8 +56,10 @@ MINE = IMPLS["reference"]._replace(name="mine", obstacle=obstacle, prepare=lambd
 """
 
 
-def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
-    """(tokens and prompt log-probabilities of each request, the engine)."""
+def outputs(model, impl: str, given: tuple[int, ...] = (), **options: Any) -> tuple[list[Any], LLM]:
+    """(tokens and their log-probabilities of each request, the engine). Options are of the engine,
+    and `given` is the tokens that each request gets.
+    """
     llm = LLM(
         model,
         linear_impl=impl,
@@ -66,11 +68,11 @@ def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
         num_blocks=40,
         **(SIZES | options),
     )
-    params = greedy(8, logprobs=0, prompt_logprobs=0)
-    return [
-        (out.outputs[0].token_ids, chosen(out.prompt_token_ids[1:], out.prompt_logprobs[1:]))  # type: ignore
-        for out in llm.generate(PROMPTS, params)
-    ], llm
+    params = greedy(8, logprobs=0)
+    if given:
+        params = SamplingParams(trace_decode_token_ids=given, logprobs=0)
+    results = answers(llm, PROMPTS, params)
+    return [(answer.token_ids, logprobs_of(answer)) for answer in results], llm
 
 
 def random_params(config: Any) -> Any:
@@ -96,7 +98,7 @@ def random_params(config: Any) -> Any:
     ],
 )
 def test_every_implementation_serves_every_family(name, int8):
-    weights = {"weight_dtype": "int8"} if int8 else {}
+    weights: dict[str, Any] = {"weight_dtype": "int8"} if int8 else {}
     fewer = {"num_hidden_layers": 1} if (name, int8) == ("Gemma 2", False) else {}  # by default
     config = config_of(name, **fewer)
     params = random_params(config)
@@ -199,11 +201,12 @@ def test_int8_weights_are_multiplied_by_rounded_tokens():
     matrices_of_model = [leaf for leaf in rounded_model.leaves if leaf.dtype == jnp.uint8]
     assert len(matrices_of_model) == 5, "four matrices of the layer, and the head"
     (exact, _), (rounded, llm) = (
-        outputs(loaded, impl, weight_dtype="int8") for impl, loaded in models.items()
+        outputs(loaded, impl, given=(7, 9, 300, 4, 5, 40, 41, 8), weight_dtype="int8")
+        for impl, loaded in models.items()
     )
     assert llm.engine.config.linear_impl == "cpu_int8"
     logprobs, expected = (
-        np.concatenate([of_prompt for _, of_prompt in results]) for results in (rounded, exact)
+        np.concatenate([of_tokens for _, of_tokens in results]) for results in (rounded, exact)
     )
     chex.assert_trees_all_close(logprobs, expected, atol=0.1)
     assert not np.array_equal(logprobs, expected)

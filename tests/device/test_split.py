@@ -106,7 +106,7 @@ def test_each_query_head_is_once_beside_its_own_key_head(model):
                 )
 
 
-@drawn.given(20, 60, models())
+@drawn.given(8, 60, models())
 def test_parts_have_the_shapes_that_a_device_expects(model):
     c, mesh = model
     shapes, part_shapes = (

@@ -36,7 +36,7 @@ PENALISED = {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence
 OPTIONS = (
     {"temperature": 0.0, "logprobs": 3},
     {**DRAW, "logprobs": 2},
-    {**PENALISED, "prompt_logprobs": 2},
+    {**PENALISED, "logprobs": 1},
 )
 LENGTHS = (1, 5, 23, 90)
 NEEDLES = [
@@ -46,6 +46,11 @@ NEEDLES = [
     )
     for n in LENGTHS
     for options in OPTIONS
+]
+# log-probabilities of prompts have programs of their own
+OF_PROMPTS = [
+    (prompt, replace(params, prompt_logprobs=2) if i % len(OPTIONS) == 2 else params)
+    for i, (prompt, params) in enumerate(NEEDLES)
 ]
 COMMON = {"batch_invariant": True, "progress": False, "max_model_len": 128}
 LARGE: dict[str, Any] = {
@@ -96,10 +101,10 @@ def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
     return [answer(out) for out in llm.generate(prompts, params)]
 
 
-def among_mates(llm: LLM, seed: int, mates: int) -> list[Any]:
+def among_mates(llm: LLM, seed: int, mates: int, needles: Any = NEEDLES) -> list[Any]:
     """The needles' answers, in a random order among random requests."""
     rng = np.random.default_rng(seed)
-    jobs = list(NEEDLES)
+    jobs = list(needles)
     for _ in range(mates):
         prompt = rng.integers(3, VOCAB, rng.integers(1, 90)).tolist()
         options = {"temperature": float(rng.choice([0.0, 1.0])), "seed": int(rng.integers(99))}
@@ -107,11 +112,11 @@ def among_mates(llm: LLM, seed: int, mates: int) -> list[Any]:
     order = rng.permutation(len(jobs))
     shuffled = answers(llm, [jobs[i][0] for i in order], [jobs[i][1] for i in order])
     by_job = dict(zip(order.tolist(), shuffled, strict=True))
-    return [by_job[i] for i in range(len(NEEDLES))]
+    return [by_job[i] for i in range(len(needles))]
 
 
-def alone(llm: LLM) -> list[Any]:
-    return [answers(llm, [prompt], [params])[0] for prompt, params in NEEDLES]
+def alone(llm: LLM, needles: Any = NEEDLES) -> list[Any]:
+    return [answers(llm, [prompt], [params])[0] for prompt, params in needles]
 
 
 def model_of(name: str, dtype: str = "float32", layers: int | None = None, **options: Any) -> Any:
@@ -127,7 +132,6 @@ def model_of(name: str, dtype: str = "float32", layers: int | None = None, **opt
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLM]:
-    # prompts' log-probabilities are of all rows; slow cases have more layers
     model = model_of("Qwen3", layers=1)
     return {name: LLM(model, **COMMON, **ENGINES[name]) for name in WITHOUT_DRAFTS}
 
@@ -203,13 +207,14 @@ def test_drafts_change_no_bit(expected):
     ],
 )
 def test_every_family_and_dtype(name, dtype, options, engine):
+    """And log-probabilities of prompts."""
     model = model_of(name, dtype, **options)
     first = LLM(model, **COMMON, **LARGE | engine)
-    expected = alone(first)
-    chex.assert_trees_all_equal(among_mates(first, 0, 20), expected)
+    expected = alone(first, OF_PROMPTS)
+    chex.assert_trees_all_equal(among_mates(first, 0, 20, OF_PROMPTS), expected)
     for variant in ("small chunks and blocks", "preemption"):
         llm = LLM(model, **COMMON, **ENGINES[variant] | engine)
-        chex.assert_trees_all_equal(among_mates(llm, 1, 12), expected)
+        chex.assert_trees_all_equal(among_mates(llm, 1, 12, OF_PROMPTS), expected)
 
 
 ONE_THREAD = """

@@ -31,7 +31,7 @@ SIZES = {
 BUCKETS = (4, 16)
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 11, 9)]
 PARAMS = [
-    greedy(9, logprobs=2, prompt_logprobs=1),
+    greedy(9, logprobs=2),
     SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=7, ignore_eos=True),
     greedy(3, frequency_penalty=0.5),
     greedy(8),

@@ -118,13 +118,16 @@ def assert_close(logprobs: np.ndarray, logits: np.ndarray, tokens: Sequence[int]
 def test_streaming_is_dense_attention_with_its_mask(tiny, size):
     llm = make(tiny, kv_policy=STREAMING, block_size=size)
     mask = seen_by(size, 4, 9)
-    outs = llm.generate(PROMPTS, replace(GREEDY, prompt_logprobs=0))
+    with_prompts = size == 7  # the program of their log-probabilities is compiled in slow runs
+    params = replace(GREEDY, prompt_logprobs=0) if with_prompts else GREEDY
+    outs = llm.generate(PROMPTS, params)
     for prompt, out in zip(PROMPTS, outs, strict=True):
         (answer,) = out.outputs
         assert_dense(tiny.model, prompt, answer, mask)
-        places = zip(out.prompt_logprobs[1:], prompt[1:], strict=True)
-        logprobs = np.array([place[token].logprob for place, token in places])
-        assert_close(logprobs, dense_logits(tiny.model, prompt, mask)[:-1], prompt[1:])
+        if with_prompts:
+            places = zip(out.prompt_logprobs[1:], prompt[1:], strict=True)
+            logprobs = np.array([place[token].logprob for place, token in places])
+            assert_close(logprobs, dense_logits(tiny.model, prompt, mask)[:-1], prompt[1:])
         with pytest.raises(AssertionError):  # else the comparison is blind
             assert_dense(tiny.model, prompt, answer, seen_by(1, TEXT, TEXT))
 

@@ -91,11 +91,14 @@ KINDS = ("plain", "stops", "forks", "beams", "penalties")
 WITH_GIVEN = (*KINDS, "given")  # tokens
 
 
-def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Observed:
+def play(
+    engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0, of_prompts: bool = True
+) -> Observed:
     """Requests of many kinds that come, and are cancelled, between any two steps; recorded to
     `path`.
 
     hottest: temperature of the requests that are not greedy.
+    of_prompts: whether some requests want log-probabilities of their prompts.
     """
     draw = random.Random(seed)
     engine.reset()
@@ -104,7 +107,7 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
     number = 0
     while number < 14 or engine.has_work:
         while number < 14 and draw.random() < 0.5:
-            add_request(engine, draw, number, draw.choice(kinds), hottest)
+            add_request(engine, draw, number, draw.choice(kinds), hottest, of_prompts)
             number += 1
         if draw.random() < 0.1:
             run.results.append(
@@ -119,7 +122,9 @@ def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Obser
     return run
 
 
-def add_request(engine, draw: random.Random, number: int, kind: str, hottest: float) -> None:
+def add_request(
+    engine, draw: random.Random, number: int, kind: str, hottest: float, of_prompts: bool
+) -> None:
     name = f"r{number}"
     prompt = tokens(draw.randint(1, 40), number + 1)
     forks = []
@@ -140,7 +145,7 @@ def add_request(engine, draw: random.Random, number: int, kind: str, hottest: fl
     if kind == "given":
         params["trace_decode_token_ids"] = tokens(params["max_tokens"], 100 + number)
     if draw.random() < 0.3:
-        params |= {"logprobs": 2, "prompt_logprobs": 1}
+        params |= {"logprobs": 2, "prompt_logprobs": 1 if of_prompts else None}
     shared = tokens(12, 0) if draw.random() < 0.4 else []
     engine.add(name, shared + prompt, SamplingParams(**params), forks=forks)
 

@@ -197,6 +197,7 @@ def test_such_a_model_drafts_for_one_of_attention_alone(tiny, near):
 # whole sequences ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_score.py has attention; test_mixers.py has whole sequences of mixers
 def test_scores_are_the_engines_log_probabilities(loaded):
     """Of texts of several lengths, one of which has more tokens than a block of the recurrence."""
     long_text = np.random.default_rng(7).integers(3, 320, 80).tolist()

@@ -58,6 +58,7 @@ def subject(request, subjects) -> Subject:
 # tokens -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("heads", "latents")  # test_mixer_layers.py has mixers
 @of_all_kinds
 def test_tokens_of_a_request_do_not_depend_on_its_company(subject, tmp_path):
     """Together they are cut, swapped and copied; alone they find what is in the cache."""

@@ -40,8 +40,10 @@ class Ask(NamedTuple):
     params: SamplingParams
 
 
-def asks(seed: int, number: int = 14) -> list[Ask]:
-    """Requests of many kinds, each with a seed of its own."""
+def asks(seed: int, number: int = 14, of_prompts: bool = False) -> list[Ask]:
+    """Requests of many kinds, each with a seed of its own. of_prompts: log-probabilities of prompts
+    are wanted too, which have programs of their own.
+    """
     draw = random.Random(seed)
     requests = []
     for i in range(number):
@@ -59,7 +61,7 @@ def asks(seed: int, number: int = 14) -> list[Ask]:
         if kind == "penalties":
             params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
         if kind == "logprobs":
-            params |= {"logprobs": 2, "prompt_logprobs": 1}
+            params |= {"logprobs": 2, "prompt_logprobs": 1 if of_prompts else None}
         if kind == "bias":
             params["logit_bias"] = {7: 4.0, 8: 4.0}
         shared = tokens(12, 0) if draw.random() < 0.4 else []
@@ -154,9 +156,9 @@ def plain(tiny):
     return plain_runs(tiny)
 
 
-def plain_runs(tiny) -> tuple[dict[int, Outcome], dict[int, list[Ask]]]:
+def plain_runs(tiny, of_prompts: bool = False) -> tuple[dict[int, Outcome], dict[int, list[Ask]]]:
     engine = make(tiny).engine
-    requests = {seed: asks(seed) for seed in range(3)}
+    requests = {seed: asks(seed, of_prompts=of_prompts) for seed in range(3)}
     return {seed: run(engine, requests[seed], seed) for seed in requests}, requests
 
 
@@ -185,6 +187,27 @@ CASES = {
 }
 
 
+def assert_same(outcome: Outcome, expected: Outcome) -> None:
+    """Log-probabilities may differ by what rounding explains."""
+    assert outcome.tokens == expected.tokens
+    assert outcome.reasons == expected.reasons
+    assert outcome.logprobs.keys() == expected.logprobs.keys()
+    for at, (ranked, value) in outcome.logprobs.items():
+        expected_ranked, expected_value = expected.logprobs[at]
+        assert ranked == expected_ranked
+        assert value == pytest.approx(expected_value, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_prompts_are_those_without_drafts(tiny, monkeypatch):
+    plain = plain_runs(tiny, of_prompts=True)
+    engine = speculative_engine(tiny, 3, oracle_drafter(*plain, right=0.7), monkeypatch)
+    outcomes, requests = plain
+    for seed, expected in outcomes.items():
+        assert any(prompt for _, prompt, _ in expected.logprobs)
+        assert_same(run(engine, requests[seed], seed + 100), expected)
+
+
 # each case compiles an engine
 
 
@@ -206,13 +229,7 @@ def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, ca
     runs = []
     for seed, expected in outcomes.items():
         outcome = run(engine, requests[seed], seed + 100, tmp_path / "log.jsonl")
-        assert outcome.tokens == expected.tokens
-        assert outcome.reasons == expected.reasons
-        assert outcome.logprobs.keys() == expected.logprobs.keys()
-        for at, (ranked, value) in outcome.logprobs.items():
-            expected_ranked, expected_value = expected.logprobs[at]
-            assert ranked == expected_ranked
-            assert value == pytest.approx(expected_value, abs=1e-4)
+        assert_same(outcome, expected)
         assert verify(tmp_path / "log.jsonl").identical
         runs.append(outcome)
     assert sum(outcome.accepted for outcome in runs) >= (10 if "budget" in case else 75)

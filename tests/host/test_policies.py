@@ -396,7 +396,7 @@ def drive(
     return preempted
 
 
-@drawn.examples(20, 80)
+@drawn.examples(10, 80)
 @pytest.mark.parametrize("modes", [configs, baselines], ids=["usual", "baselines"])
 @pytest.mark.parametrize("policy", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
 def test_random_workloads_end_and_the_first_in_order_always_advances(

@@ -453,7 +453,7 @@ configs = drawn_views.with_checkpoints(
 )
 
 
-@drawn.examples(25, 120)
+@drawn.examples(12, 120)
 def test_every_query_reads_what_it_sees_and_nothing_else_is_kept(number: int):
     def holds(config: SchedulerConfig, seed: int) -> None:
         drive(config, seed)

@@ -162,6 +162,8 @@ def test_file_name_depends_on_source_and_settings(tmp_path, monkeypatch):
     for name in ("kernel.py", "vectors.py", "items.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text("utf-8") + "\n", "utf-8")
         paths.append(object_files.place("kernel", tmp_path))
+    monkeypatch.setenv(compiler.PASSES, "all" if compiler.passes() == "few" else "few")
+    paths.append(object_files.place("kernel", tmp_path))
     monkeypatch.setenv(compiler.CPU_FEATURES, "+avx2")
     paths.append(object_files.place("kernel", tmp_path))
     shared = tmp_path / "shared"

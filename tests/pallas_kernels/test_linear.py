@@ -321,7 +321,8 @@ def cases_of_kinds(
     """Of (impl, name, int8, dtype). The CPU kernel has code for each kind of numbers; that for int8
     has half of the cases with each kind of activations, and all of low rank with bfloat16. The dear
     ones have float32 by default. Of the others the default run has the cases in `compiled`, in turn
-    with float32 and with bfloat16 and int8; those of Pallas have the latter."""
+    with float32 and with bfloat16 and int8; those of Pallas have the latter. Slow runs have these
+    cases with all numbers."""
     names = list(names)
     kinds = [
         (impl, int8, dtype)
@@ -344,7 +345,9 @@ def cases_of_kinds(
                 and (name not in DEAR or (int8, dtype) == (False, "float32"))
             )
             case_id = "-".join((impl, name, *(["int8"] if int8 else []), dtype))
-            marks = () if default else pytest.mark.slow
+            slow = impl == "cpu" or name in default_names
+            marks: Any = pytest.mark.slow if slow else pytest.mark.exhaustive
+            marks = () if default else marks
             cases.append(pytest.param(impl, name, int8, dtype, marks=marks, id=case_id))
     return pytest.mark.parametrize(("impl", "name", "int8", "dtype"), cases)
 

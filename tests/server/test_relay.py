@@ -212,8 +212,15 @@ def by_choice(answer: Answer) -> list[bytes]:
     return sorted(answer.body.split(b"\n\n"), key=choice)
 
 
-# a stream loses its engine after each of its tokens, so a long one takes seconds
-LONG = ("a call of a tool", "greedy stream", "long whole answer")
+# a stream loses its engine after each of its tokens, so a long one takes seconds; log-probabilities
+# of prompts have a program of their own
+LONG = (
+    "a call of a tool",
+    "greedy stream",
+    "long whole answer",
+    "prompt log-probabilities",
+    "prompt log-probabilities of a chat",
+)
 
 
 @pytest.mark.default_cases(*[name for name in CASES if name not in LONG])

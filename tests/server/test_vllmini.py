@@ -73,6 +73,7 @@ def test_a_result_is_forgotten_when_no_client_asks_for_it(tiny):
 
 def test_a_generation_is_cancelled_when_no_client_asks_for_its_result(tiny, slow):
     with served_to(server_llm(tiny), result_seconds=0.3) as (server, http):
+        complete(http, max_tokens=1)  # compiles, which may take longer than a result is kept
         name = generate(http, max_length=480)
         wait_until(lambda: server.worker.llm.engine.scheduler_state.running.seqs)
         wait_until(lambda: idle(server.worker), seconds=5)

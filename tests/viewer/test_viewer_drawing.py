@@ -60,7 +60,7 @@ def check(state: SchedulerState) -> None:
         assert int(g["data-owners"]) == state.pool.owners.get(block, 0)
 
 
-@drawn.examples(15, 60)
+@drawn.examples(8, 60)
 def test_a_drawing_shows_every_state_of_a_run(tmp_path, number):
     def holds(seed: int, num_blocks: int) -> None:
         for transition in any_run(tmp_path / "run.jsonl", seed, num_blocks)[::7]:

@@ -121,7 +121,7 @@ def log_of(run_frames: list) -> list:
     ]
 
 
-@drawn.examples(12, 60)
+@drawn.examples(6, 60)
 def test_every_frame_shows_the_state_while_its_step_ran(tmp_path, number):
     def holds(seed: int, blocks_: int, host: int, way: dict) -> None:
         config = {"num_blocks": blocks_, "host_blocks": host, **way}
@@ -131,7 +131,7 @@ def test_every_frame_shows_the_state_while_its_step_ran(tmp_path, number):
     drawn.check(number, holds, **runs, way=st.sampled_from(WAYS))
 
 
-@drawn.examples(12, 60)
+@drawn.examples(6, 60)
 def test_every_frame_of_a_run_with_drafts_shows_its_state(tmp_path, number):
     def holds(seed: int, blocks_: int, host: int, budget: int) -> None:
         config = {"num_blocks": blocks_ + 4, "host_blocks": host, "max_num_batched_tokens": budget}
@@ -141,7 +141,7 @@ def test_every_frame_of_a_run_with_drafts_shows_its_state(tmp_path, number):
     drawn.check(number, holds, **runs, budget=st.integers(4, 20))
 
 
-@drawn.examples(12, 60)
+@drawn.examples(6, 60)
 def test_frames_count_the_drafts_of_every_row(tmp_path, number):
     """Each row has its drafts, the accepted ones, and the tokens that were kept; the totals are
     sums over steps.
@@ -224,7 +224,7 @@ def test_a_recording_without_drafts_gives_the_same_frames_as_before():
     assert without_why(run_frames) == json.loads((GOLDENS / "frames.json").read_text())
 
 
-@drawn.examples(12, 60)
+@drawn.examples(6, 60)
 def test_a_page_can_start_from_a_whole_picture(tmp_path, number):
     """The whole picture for a late page equals the sum of all frames."""
 
@@ -247,7 +247,7 @@ def blocks_of(view: Picture) -> set[tuple[int, int]]:
     return {(n, block) for n, table in view.tables.items() for block in table}
 
 
-@drawn.examples(12, 60)
+@drawn.examples(6, 60)
 def test_the_log_accounts_for_every_block(tmp_path, number):
     def holds(seed: int, blocks_: int, host: int) -> None:
         config = {"num_blocks": blocks_, "host_blocks": host}
@@ -272,7 +272,7 @@ def test_the_log_accounts_for_every_block(tmp_path, number):
     drawn.check(number, holds, **runs)
 
 
-@drawn.examples(12, 60)
+@drawn.examples(6, 60)
 def test_log_entries_of_a_request_are_in_order(tmp_path, number):
     """Submitted, admitted, working, ended; a preempted request is admitted again before any other
     entry.

@@ -112,7 +112,7 @@ def mapped(view: Picture, numbers: list[int]) -> Picture:
     )
 
 
-@drawn.examples(10, 60)
+@drawn.examples(5, 60)
 def test_renumbered_frames_show_the_same_run(tmp_path, number):
     def holds(seed: int, num_blocks: int, shift: int) -> None:
         any_run(tmp_path / "run.jsonl", seed, num_blocks, host_blocks=4)

@@ -21,6 +21,8 @@ LEVEL = 3
 # machine's, and of its features
 CPU_NAME = "PALLAS_KERNELS_CPU_NAME"
 CPU_FEATURES = "PALLAS_KERNELS_CPU_FEATURES"
+# "few": few of LLVM's passes. Compiling takes a quarter of the time.
+PASSES = "PALLAS_KERNELS_CPU_PASSES"
 
 
 def cpu() -> tuple[str, str]:
@@ -28,6 +30,11 @@ def cpu() -> tuple[str, str]:
     name = os.environ.get(CPU_NAME) or binding.get_host_cpu_name()
     features = os.environ.get(CPU_FEATURES) or binding.get_host_cpu_features().flatten()
     return name, features
+
+
+def passes() -> str:
+    """Returns which passes of LLVM code is compiled with: "few" or "all"."""
+    return os.environ.get(PASSES) or "all"
 
 
 def has(feature: str) -> bool:
@@ -61,5 +68,13 @@ def object_code(translation: Translation, level: int = LEVEL) -> bytes:
     tuning.loop_vectorization = level > 1
     tuning.slp_vectorization = level > 1
     builder = binding.create_pass_builder(machine, tuning)
-    builder.getModulePassManager().run(module, builder)
+    manager = _few_passes() if passes() == "few" else builder.getModulePassManager()
+    manager.run(module, builder)
     return machine.emit_object(module)
+
+
+def _few_passes() -> Any:
+    """Variables become registers, and code generation does the rest."""
+    manager = binding.create_new_module_pass_manager()
+    manager.add_sroa_pass()
+    return manager

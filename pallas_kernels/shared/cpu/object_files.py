@@ -42,7 +42,7 @@ def place(name: str, folder: Path) -> Path | None:
         return None
     folders = folder, Path(__file__).parent
     sources = [source for directory in folders for source in sorted(directory.glob("*.py"))]
-    machine = [binding.get_process_triple(), *compiler.cpu()]
+    machine = [binding.get_process_triple(), *compiler.cpu(), compiler.passes()]
     facts = [llvmlite.__version__, machine, [source.read_text("utf-8") for source in sources]]
     key = blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
     return _folder() / f"{name}-{key}"

@@ -119,7 +119,7 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases("adapters", "quest", "window groups", "eagle", "swapped")
 @pytest.mark.parametrize("name", KINDS)
 def test_without_a_change_recordings_of_all_kinds_of_engines_are_made_again(
     models: Path, tmp_path: Path, name: str

@@ -242,8 +242,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.default_cases("recomputed-some windows", "recomputed-a state and a window")
-@pytest.mark.slow_cases("swapped-some windows", "swapped-convolutions", "roomy-all kinds")
+@pytest.mark.default_cases("recomputed-a state and a window")
+@pytest.mark.slow_cases(
+    "recomputed-some windows", "swapped-some windows", "swapped-convolutions", "roomy-all kinds"
+)
 @pytest.mark.parametrize(
     "name", ["some windows", "one window", "a state and a window", "convolutions", "all kinds"]
 )

@@ -74,6 +74,7 @@ def test_gradients_are_those_of_finite_differences(parts, loss_of):
     chex.assert_trees_all_close(predicted, slope, rtol=0.02, atol=0)
 
 
+@pytest.mark.slow  # the test of gradients is the quick one
 def test_the_loss_falls_and_every_parameter_learns(parts, loss_of):
     params = parts[1]
     method = optax.adam(3e-3)

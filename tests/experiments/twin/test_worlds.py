@@ -158,9 +158,10 @@ class TestInterface(chex.TestCase):
 
     def test_worlds_of_one_program_are_those_of_single_runs(self):
         keys = jax.random.split(jax.random.key(4), 3)
-        together = jax.vmap(WORLD.reset, (0, None))(keys, PARAMS)
+        together = jax.jit(jax.vmap(WORLD.reset, (0, None)))(keys, PARAMS)
+        reset = jax.jit(WORLD.reset)
         for i, key in enumerate(keys):
-            alone = WORLD.reset(key, PARAMS)
+            alone = reset(key, PARAMS)
             chex.assert_trees_all_equal(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
 
@@ -211,21 +212,21 @@ def test_a_reward_and_an_observation_of_ones_own_are_a_function_each():
 
     world = WORLD._replace(reward=served, observe=shares)
     key = jax.random.key(6)
-    observation, state = world.reset(key, PARAMS)
+    observation, state = jax.jit(world.reset)(key, PARAMS)
     assert observation == {"free": 1.0}
     space: Any = world.observation_space(PARAMS)
     assert space.spaces["free"].dtype == jnp.float32
     _, (rewards, done, _) = run_episode(world, key, PARAMS, jnp.int32(0))
     assert done[-1]
     assert rewards.sum() == COUNT
-    observation, *_ = world.step(key, state, jnp.zeros((COUNT,), jnp.int32), PARAMS)
+    observation, *_ = jax.jit(world.step)(key, state, jnp.zeros((COUNT,), jnp.int32), PARAMS)
     assert 0 < observation["free"] < 1
 
 
 def test_the_next_episode_begins_by_itself():
     key = jax.random.key(5)
     step = jax.jit(WORLD.step)
-    _, state = WORLD.reset(key, PARAMS)
+    _, state = jax.jit(WORLD.reset)(key, PARAMS)
     ends = 0
     for _ in range(STEPS):
         key, action_key = jax.random.split(key)
@@ -244,14 +245,14 @@ def test_an_observation_has_the_counts_of_each_request():
     world = Environment(3, workloads.given)
     params = PARAMS._replace(workload=requests)
     key = jax.random.key(0)
-    observation, state = world.reset(key, params)
+    observation, state = jax.jit(world.reset)(key, params)
     columns = dict(zip(SEQUENCE, observation.sequences.T.tolist(), strict=True))
     assert columns["waiting"] == [1, 1, 0], "the last one has not arrived"
     assert columns["prompt_len"] == [7, 12, 0]
     assert columns["left"] == [4, 4, 0]
     assert columns["older"] == [0, 1, 0]
     assert columns["predicted"] == [3, 4, 0]
-    observation, *_ = world.step(key, state, jnp.int32([5, 1, 0]), params)
+    observation, *_ = jax.jit(world.step)(key, state, jnp.int32([5, 1, 0]), params)
     columns = dict(zip(SEQUENCE, observation.sequences.T.tolist(), strict=True))
     assert columns["running"] == [1, 1, 0]
     assert columns["output"] == [0, 1, 0], "the lower score has the budget first"
@@ -286,8 +287,9 @@ def test_a_step_time_of_another_form_is_refused():
 
 
 def test_drawn_requests_have_the_shares_and_medians_of_their_kinds():
-    requests = workloads.poisson(20_000)(jax.random.key(0), WORKLOAD)
+    requests = jax.jit(workloads.poisson(20_000))(jax.random.key(0), WORKLOAD)
     chex.assert_type(list(requests), jnp.int32)
+    requests = jax.device_get(requests)  # numpy compiles nothing
     first = requests.user == 0
     assert abs(first.mean() - 0.5) < 0.02
     assert np.median(requests.prompt_len[first]) == 4
@@ -296,7 +298,8 @@ def test_drawn_requests_have_the_shares_and_medians_of_their_kinds():
     assert abs(20_000 / seconds / 150 - 1) < 0.03
     assert np.all(requests.final_len > requests.prompt_len)
     assert np.all(requests.final_len <= requests.limit)
-    oracle = workloads.poisson(50)(jax.random.key(0), WORKLOAD._replace(spread=0.0))
+    oracle = jax.jit(workloads.poisson(50))(jax.random.key(0), WORKLOAD._replace(spread=0.0))
+    oracle = jax.device_get(oracle)
     chex.assert_trees_all_equal(oracle.predicted, oracle.final_len - oracle.prompt_len)
 
 
