@@ -33,7 +33,9 @@ QUICK = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-NEWER_JAX = (0, 11)  # has the choice of emitters in XLA_FLAGS alone
+# It has the choice of emitters in XLA_FLAGS alone. JAX 0.12 has no earlier emitters, and ignores it:
+# engines of tests take twice as long to compile.
+NEWER_JAX = (0, 11)
 NEWER_QUICK = {"xla_backend_optimization_level": 0}
 EARLIER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
