@@ -386,7 +386,7 @@ class LLM:
             usable.
         """
         texts, sources = zip(*map(_text_and_source, _prompt_list(prompts)), strict=True)
-        ids = list(map(self._tokens, sources))
+        ids = [self._tokens(source) for source in sources]
         params_of_each = _params_of_each(sampling_params, len(ids))
         priorities = _values_of_each("priority", 0 if priority is None else priority, int, len(ids))
         users = _values_of_each("user", user, str, len(ids))

@@ -27,7 +27,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Of glibc: threads of XLA would have memory of their own each, and give none of it back.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
-# Most tests are not about the passes of LLVM, which take two seconds for each variant of a CPU kernel.
+# Most tests are not about the passes of LLVM, which take two seconds for each variant of a CPU
+# kernel.
 os.environ.setdefault("PALLAS_KERNELS_CPU_PASSES", "few")
 # Engines on a mesh need several devices. The first one is the default, as before.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")

@@ -186,6 +186,19 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[s
     }
 
 
+def compared(
+    runs: Mapping[str, Callable[[], float]], count: int, base: str
+) -> dict[str, dict[str, Any]]:
+    """Make runs that return seconds in `count` rounds. Returns for each the median of its seconds,
+    those of the rounds, and the `ratios` of the run called `base` to it.
+    """
+    seconds = in_turn(runs, count)
+    return {
+        name: {"seconds": statistics.median(times), "rounds": times} | ratios(seconds[base], times)
+        for name, times in seconds.items()
+    }
+
+
 def cell(shares: Mapping[str, Any]) -> str:
     """The result of `ratios` as a cell of a table."""
     return f"{shares['ratio']:.3f} ({min(shares['ratios']):.3f} to {max(shares['ratios']):.3f})"

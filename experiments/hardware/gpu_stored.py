@@ -14,11 +14,12 @@ ratio     those of XLA with the same weights / those of a contender, round by ro
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.harness import arguments_of, at_least_1, bench_parser, in_turn, ratios
+from experiments.bench.harness import arguments_of, at_least_1, bench_parser, compared
 from experiments.bench.random_llama import (
     SHAPES,
     WEIGHTS,
@@ -40,6 +41,7 @@ from experiments.hardware.gpu_engine import TRACED, decode_all, last_call, reque
 from pagedjax import Engine, EngineConfig
 from pagedjax.device.linear import BLOCKS, Matrix, find, linear
 from pagedjax.device.models import Model
+from pallas_kernels.interpreted import interpreted
 from pallas_kernels.linear.blocks import restored
 
 DTYPE = "bfloat16"
@@ -115,14 +117,6 @@ def errors(matrices: Mapping[str, Matrix], rows: list[int], impl: str) -> list[d
     ]
 
 
-def interpreted() -> AbstractContextManager[Any]:
-    """The context in which the kernel for Hopper GPUs runs on a CPU."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    newer: Any = plgpu  # JAX 0.10 has no interpretation
-    return newer.force_gpu_interpret_mode(newer.InterpretGPUParams())
-
-
 # --- times ----------------------------------------------------------------------------------------
 
 
@@ -162,19 +156,21 @@ def decode_program(model: Model, rows: int, args: Any) -> Callable[[int], float]
     return call
 
 
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """The options of programs of decodes that are timed in turn."""
+    parser.add_argument("--context", type=at_least_1, default=512, help="tokens of a sequence")
+    parser.add_argument("--rounds", type=at_least_1, default=5)
+    parser.add_argument("--calls", type=at_least_1, default=30, help="of a program in a round")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")
+
+
 def times(contenders: list[Contender], rows: int, args: Any) -> dict[str, Any]:
     """The seconds of a step of `rows` decodes, by contender, and XLA's over them."""
     runs = {}
     for contender in contenders:
         program = decode_program(contender.model(SHAPES[args.shape]), rows, args)
         runs[str(contender)] = partial(program, args.calls)
-    seconds = in_turn(runs, args.rounds)
-    baseline = str(Contender(args.weights, "xla"))
-    return {
-        name: {"seconds": float(np.median(values)), "rounds": values}
-        | ratios(seconds[baseline], values)
-        for name, values in seconds.items()
-    }
+    return compared(runs, args.rounds, base=str(Contender(args.weights, "xla")))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,10 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
     parser.add_argument("--attention", default="pallas_gpu")
     parser.add_argument("--rows", type=at_least_1, nargs="+", default=[8, 64])
-    parser.add_argument("--context", type=at_least_1, default=512, help="tokens of a sequence")
-    parser.add_argument("--rounds", type=at_least_1, default=5)
-    parser.add_argument("--calls", type=at_least_1, default=30, help="of a program in a round")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")
+    add_timing(parser)
     args = arguments_of(parser, argv, **REHEARSED)
     figures: dict[str, Any] = {
         "where": environment(),

@@ -31,11 +31,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.harness import arguments_of, at_least_1, bench_parser, in_turn, ratios
+from experiments.bench.harness import arguments_of, at_least_1, bench_parser, compared
 from experiments.bench.random_llama import SHAPES, random_model
 from experiments.core.environment import environment
 from experiments.core.json_files import write_json
-from experiments.hardware.gpu_stored import DTYPE, decode_program
+from experiments.hardware.gpu_stored import DTYPE, add_timing, decode_program
 from pagedjax.device.rope import Rope, rotate
 from pallas_kernels import kv_write
 from pallas_kernels.interpreted import interpreted
@@ -44,7 +44,8 @@ from pallas_kernels.paged_attention.pallas_gpu.implementation import rotate_and_
 LAYERS = 22  # of a timed program
 POSITIONS = 2048
 # a rotated number over XLA's: one step of a bfloat16; and of the float32 products before it
-RELATIVE, ABSOLUTE = 2.0**-7, 1e-6
+RELATIVE = 2.0**-7
+ABSOLUTE = 1e-6
 REHEARSED: dict[str, Any] = {
     "shape": "small",
     "attentions": ["xla", "reference"],
@@ -118,13 +119,13 @@ def faults_of(case: Case, kernel: Callable[..., Any] = rotate_and_write) -> list
     for name, result, exact in zip(("queries", "keys", "values"), results, expected, strict=True):
         if result is None:  # no queries
             continue
-        a, b = (np.asarray(x, np.float32) for x in (result, exact))
-        if name != "queries":  # page 0 is for padding
-            a, b = a[1:], b[1:]
-        near = RELATIVE * np.abs(b) + ABSOLUTE if name != "values" else 0.0
-        wrong = int((~(np.abs(a - b) <= near)).sum())
-        if wrong:
-            faults.append(f"{wrong} of {a.size} numbers of {name}")
+        first = 0 if name == "queries" else 1  # page 0 is for padding
+        numbers = np.asarray(result, np.float32)[first:]
+        exact_numbers = np.asarray(exact, np.float32)[first:]
+        near = 0.0 if name == "values" else RELATIVE * np.abs(exact_numbers) + ABSOLUTE
+        num_wrong = int((~(np.abs(numbers - exact_numbers) <= near)).sum())
+        if num_wrong:
+            faults.append(f"{num_wrong} of {numbers.size} numbers of {name}")
     return faults
 
 
@@ -139,7 +140,8 @@ def layers_program(case: Case, way: str, layers: int) -> Callable[[int], float]:
 
     def program(pages: list[Any], *new: jax.Array) -> tuple[list[Any], list[Any]]:
         results = [WAYS[way](*of_layer, *new, queries=case.queries) for of_layer in pages]
-        return [tuple(kept) for _, *kept in results], [q for q, *_ in results]
+        written = [(k_pages, v_pages) for _, k_pages, v_pages in results]
+        return written, [q for q, *_ in results]
 
     jitted = jax.jit(program, donate_argnums=0)
 
@@ -167,19 +169,9 @@ def step_times(args: Namespace) -> dict[str, Any]:
             model = random_model(SHAPES[args.shape], DTYPE)
             options = Namespace(attention=attention, context=args.context)
             runs[attention] = partial(decode_program(model, rows, options), args.calls)
-        steps[str(rows)] = compared(runs, args)
+        steps[str(rows)] = compared(runs, args.rounds, base=args.attentions[0])
         print(json.dumps({"rows": rows} | steps[str(rows)]), flush=True)
     return steps
-
-
-def compared(runs: dict[str, Callable[[], float]], args: Namespace) -> dict[str, Any]:
-    """The seconds of runs in turn, and those of the first over them."""
-    seconds = in_turn(runs, args.rounds)
-    base = next(iter(seconds.values()))
-    return {
-        name: {"seconds": float(np.median(values)), "rounds": values} | ratios(base, values)
-        for name, values in seconds.items()
-    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,10 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--attentions", nargs="+", default=["pallas_gpu", "pallas_gpu_fused"])
     parser.add_argument("--rows", type=at_least_1, nargs="+", default=[8, 256])
-    parser.add_argument("--context", type=at_least_1, default=512, help="tokens of a sequence")
-    parser.add_argument("--rounds", type=at_least_1, default=5)
-    parser.add_argument("--calls", type=at_least_1, default=30, help="of a program in a round")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, see above")
+    add_timing(parser)
     args = arguments_of(parser, argv, **REHEARSED)
     figures: dict[str, Any] = {
         "where": environment(),
@@ -211,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         figures["layers"] = {}
         for case in timed:
             runs = {way: partial(layers_program(case, way, layers), args.calls) for way in WAYS}
-            figures["layers"][str(case)] = compared(runs, args)
+            figures["layers"][str(case)] = compared(runs, args.rounds, base="xla")
             print(json.dumps({"case": str(case)} | figures["layers"][str(case)]), flush=True)
             keep()
     figures["steps"] = step_times(args)

@@ -14,6 +14,8 @@ def check_batch_invariant(c: DecoderConfig) -> None:
     whatever computes attention and products.
     """
     mixers = [type(kind.mixer).__name__ for kind in c.kinds if kind.mixer]
+    head_sizes = {c.of_kind(kind).head_dim for kind in c.kinds if not kind.mixer}
+    has_normed_heads = c.qk_norm == "head" or c.v_norm
     reasons = (
         (
             c.latent is not None,
@@ -29,6 +31,16 @@ def check_batch_invariant(c: DecoderConfig) -> None:
             c.hidden % VECTOR > 0,
             f"the hidden size of the model is {c.hidden}: beyond a multiple of {VECTOR} the "
             "compiler may round x * y + z in two ways",
+        ),
+        (
+            has_normed_heads and any(size % VECTOR for size in head_sizes),
+            f"the model has norms of heads of {', '.join(map(str, sorted(head_sizes)))} numbers, "
+            f"whose bits are fixed for multiples of {VECTOR} alone",
+        ),
+        (
+            c.logit_cap is not None and c.vocab_size % VECTOR > 0,
+            f"the model has a cap of logits and a vocabulary of {c.vocab_size}: beyond a multiple of "
+            f"{VECTOR} the compiler may compute tanh in two ways",
         ),
     )
     for holds, reason in reasons:

@@ -132,7 +132,7 @@ def pack_next(
         if sources.previous is not None:
             _write_feed(feed, before, plan, rows, arrivals, sources.previous, sources)
             fed_tokens = sources.previous.output.fed
-        extras = [Feed(None, fed_tokens) if isinstance(x, Feed) else x for x in extras]
+        extras = [Feed(None, fed_tokens) if isinstance(extra, Feed) else extra for extra in extras]
         all_fed = (feed[:count] >= 0).all()
     if not all_fed:
         arrays["tokens"][:count] = _newest_tokens(plan, sequences)

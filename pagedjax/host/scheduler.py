@@ -720,7 +720,7 @@ def _commit_late(
 def _without_ended(
     pool: BlockPool, rows: Rows, ended: Iterable[int], config: SchedulerConfig
 ) -> BlockPool:
-    """The pool without the blocks of rows that ended, whose ends it can find."""
+    """The pool after rows ended: their blocks are free, and later prompts can find the last ones."""
     texts = [(rows.seqs[i], rows.computed[i]) for i in ended]
     pool = prefix_sharing.publish_ends(pool, texts, config)
     return _release_blocks(pool, [rows.seqs[i] for i in ended])

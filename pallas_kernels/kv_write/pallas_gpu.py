@@ -113,7 +113,8 @@ def rotate_and_write(k_pages, v_pages, heads, angles, slots, *, queries: int):
             unsafe_no_auto_barriers=True,  # see above
         ),
     )
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
+    k_ref = jax.new_ref(k_pages)
+    v_ref = jax.new_ref(v_pages)
     results = kernel(heads, angles, slots, k_ref, v_ref)
     return results[0] if queries else None, jax.freeze(k_ref), jax.freeze(v_ref)
 

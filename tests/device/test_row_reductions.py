@@ -14,12 +14,14 @@ from flax import nnx
 
 from pagedjax.device.batch import blank_sampling
 from pagedjax.device.draws import at_quantile, weights
+from pagedjax.device.layers import rms_normed
 from pagedjax.device.linear import find
 from pagedjax.device.models.mlp import Experts, SparseMLP
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_reductions import (
     log_softmax,
+    reciprocal_sqrt,
     row_maxima,
     row_means,
     row_sums,
@@ -53,11 +55,23 @@ def normed(x: jax.Array) -> jax.Array:
     return x * row_means(x * x) + x
 
 
+def rms_unit(x: jax.Array) -> jax.Array:
+    return rms_normed(x, eps=1e-5)
+
+
+def test_a_reciprocal_square_root_is_that_of_float64():
+    x = np.abs(numbers(1000)) + 1e-6
+    exact = 1 / np.sqrt(x.astype(np.float64))
+    chex.assert_trees_all_close(
+        np.asarray(reciprocal_sqrt(jnp.asarray(x)), np.float64), exact, rtol=2e-7
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "width"),
     [
         *((row_sums, width) for width in (1, 5000)),
-        *((softmax, 7), (softmax, 576), (normed, 576)),
+        *((softmax, 7), (softmax, 576), (normed, 576), (rms_unit, 64)),
         (lambda x: jnp.cumsum(jnp.abs(x), -1), 384),
         *(
             pytest.param(function, width, marks=pytest.mark.slow)

@@ -259,9 +259,18 @@ def test_what_cannot_be_batch_invariant_is_refused(tiny, options, message):
         )
 
 
-def test_other_hidden_sizes_are_refused():
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("Llama 3", {"hidden_size": 72, "head_dim": 16}, "hidden size of the model is 72: "),
+        ("Qwen3", {"head_dim": 24}, "norms of heads of 24 numbers, whose bits are fixed for "),
+        ("Gemma 2, caps that bind", {"vocab_size": 330}, "cap of logits and a vocabulary of 330: "),
+    ],
+)
+def test_other_sizes_are_refused(name, fields, message):
     """The compiler may round the last numbers of such a row in another way, by the number of rows."""
-    hf = BODY | {"model_type": "llama", "hidden_size": 72, "head_dim": 16}
-    config = FAMILIES["llama"].from_hf(normalised(hf, "odd"))
-    with refused(r"hidden size of the model is 72: .*set batch_invariant=False"):
+    kind, of_family = CASES[name]
+    hf = BODY | of_family | fields | {"model_type": kind}
+    config = FAMILIES[kind].from_hf(normalised(hf, name))
+    with refused(rf"{message}.*set batch_invariant=False"):
         LLM(from_params(random_params(config), config), **COMMON | {"num_blocks": 40})

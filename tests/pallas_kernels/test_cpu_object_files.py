@@ -22,6 +22,7 @@ from pallas_kernels.linear import BLOCKS
 from pallas_kernels.linear.cpu import implementation as linear_cpu
 from pallas_kernels.paged_attention.cpu import implementation as cpu
 from pallas_kernels.shared.cpu import compiler, object_files
+from tests.fresh_python import output_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -29,6 +30,17 @@ import sys
 from tests.pallas_kernels.test_paged_attention import assert_contract, make
 assert_contract(make([(1, 40), (9, 21), (1, 300)], t=11, b=3), "cpu")
 print("pallas_kernels.paged_attention.cpu.kernel" in sys.modules)
+"""
+
+
+# under the passes of users, and not those of tests
+ALL_PASSES = """
+from tests.pallas_kernels import test_linear
+from tests.pallas_kernels.test_paged_attention import assert_contract, make
+assert_contract(make([(1, 40), (9, 21), (1, 300)], t=11, b=3), "cpu")
+for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "int8": True}):
+    arguments = test_linear.case(**test_linear.CASES["a decode"], **options)
+    test_linear.assert_contract(arguments, "cpu")
 """
 
 
@@ -173,6 +185,12 @@ def test_file_name_depends_on_source_and_settings(tmp_path, monkeypatch):
     paths.append(object_files.place("kernel", tmp_path))
     assert len(set(paths)) == len(paths)
     assert object_files.place("kernel", tmp_path / "nowhere") is None
+
+
+def test_kernels_with_all_passes_of_llvm_fulfil_their_contracts(tmp_path):
+    environment = {compiler.PASSES: "all", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    output_of(ALL_PASSES, **environment)
+    assert len(list(tmp_path.glob(f"{HANDLER.name}*"))) == 1
 
 
 @pytest.mark.slow

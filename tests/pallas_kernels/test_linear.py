@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.interpreted import interpreted as interpreted_on_gpu
 from pallas_kernels.linear import IMPLS, Implementation, LowRank, Matrix, Norm, linear, pallas_tpu
 from pallas_kernels.shared.hopper import old_jax
 from tests import drawn
@@ -122,9 +123,7 @@ def interpreted(impl: str) -> Any:
     """The context in which it runs on a CPU."""
     if impl != "pallas_gpu":
         return contextlib.nullcontext()
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+    return interpreted_on_gpu()
 
 
 def run(arguments: dict[str, Any], impl: str) -> np.ndarray:

@@ -67,8 +67,8 @@ def test_sizes_fit_in_shared_memory_and_cover_the_result(shapes):
             for sizes in all_sizes:
                 assert dense_sizes.shared_bytes(sizes, product) < SHARED
                 assert 3 <= sizes.stages <= 8
-                assert sizes.own * sizes.shares == sizes.columns
-                assert sizes.own % sizes.piece == 0
+                assert sizes.block_columns * sizes.shares == sizes.columns
+                assert sizes.block_columns % sizes.piece == 0
                 of_tokens, of_outputs = dense_sizes.tile_counts(sizes, product)
                 assert 0 <= of_tokens * sizes.rows - tokens < sizes.rows
                 assert 0 <= of_outputs * sizes.columns - product.width < sizes.columns

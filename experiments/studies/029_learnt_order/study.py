@@ -396,26 +396,36 @@ def compare_in_engine(twin: Twin, policy: str, size: Size) -> InEngine:
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         latencies = measured.mean_latencies(engines, episodes, folder, size.measured_s)
-        equal_steps = [
-            steps_that_are_equal(twin, policy, folder, name, number, episodes[number])
-            for name, values in latencies.items()
-            for number in range(len(values))
+        runs = [
+            (name, number) for name, values in latencies.items() for number in range(len(values))
         ]
+        equal_steps = equal_steps_of(twin, policy, folder, runs, episodes)
     load = measured.load(episodes, speed.capacity)
     return InEngine(speed, load, latencies, expected, equal_steps)
 
 
-def steps_that_are_equal(
-    twin: Twin, policy: str, folder: Path, name: str, number: int, episode: Any
-) -> int:
-    """How many steps of a recorded episode the twin has, too, under the policy called `name`."""
-    return measured.equal_steps(
-        measured.recording(folder, name, number),
-        replay.with_own([policy]),
-        episode,
-        twin.params.sizes,
-        *twin.decides[name],
-    )
+def equal_steps_of(
+    twin: Twin,
+    policy: str,
+    folder: Path,
+    runs: Sequence[tuple[str, int]],
+    episodes: Sequence[Any],
+) -> list[int]:
+    """What `measured.equal_steps` says of recorded runs: the name of a policy, and the number of an
+    episode.
+    """
+    by_name = replay.with_own([policy])
+    sizes = twin.params.sizes
+    return [
+        measured.equal_steps(
+            measured.recording(folder, name, number),
+            by_name,
+            episodes[number],
+            sizes,
+            *twin.decides[name],
+        )
+        for name, number in runs
+    ]
 
 
 def engines_of(setup: Setup, policies_by_name: Mapping[str, str]) -> dict[str, Engine]:

@@ -223,7 +223,7 @@ class RowChain:
         features = [f for f in self.stage(stage) if f.threshold is None]
         cuts = [f for f in self.stage(stage) if f.threshold is not None]
         if cuts:
-            x = cut(x, _least(cuts, x, rows))
+            x = cut(x, _cutoffs(cuts, x, rows))
         by_step = [f for f in features if f.per_step]
         by_request = [f for f in features if not f.per_step]
         for group in (by_step, by_request):
@@ -239,7 +239,7 @@ class RowChain:
         return x
 
 
-def _least(
+def _cutoffs(
     features: Sequence[RowFeature], weights: jax.Array, rows: Mapping[str, FeatureRows]
 ) -> jax.Array:
     """[B] int32 the threshold that features leave of the weights [B, V]. Each one is computed only
@@ -249,14 +249,15 @@ def _least(
     """
 
     def thresholds(weights: jax.Array, rows: Mapping[str, FeatureRows]) -> jax.Array:
-        least = jnp.zeros(len(weights), jnp.int32)
+        cutoff = jnp.zeros(len(weights), jnp.int32)
         for f in features:
             on, fields = rows[f.name]
             assert f.threshold is not None
-            least = jax.lax.cond(
-                jnp.any(on), f.threshold, lambda weights, least, _: least, weights, least, fields
+            raised = partial(_raised, f.threshold)
+            cutoff = jax.lax.cond(
+                jnp.any(on), raised, lambda weights, cutoff, _: cutoff, weights, cutoff, fields
             )
-        return least
+        return cutoff
 
     return jax.lax.cond(
         jnp.any(_uses(features, rows)),
@@ -265,6 +266,12 @@ def _least(
         weights,
         dict(rows),
     )
+
+
+def _raised(
+    threshold: Callable[..., jax.Array], weights: jax.Array, cutoff: jax.Array, fields: Any
+) -> jax.Array:
+    return jnp.maximum(cutoff, threshold(weights, cutoff, fields))
 
 
 def _uses(features: Sequence[RowFeature], rows: Mapping[str, FeatureRows]) -> jax.Array:

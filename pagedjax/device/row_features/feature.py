@@ -54,11 +54,12 @@ class RowFeature(NamedTuple):
             of the request's values.
         reads_tokens: whether `apply` reads the context's tokens. The blocks of a request that uses
             it are never given back, because the tokens are in them.
-        threshold: (x, least, fields) -> [B] int32, of a feature of the stage "probs" that zeroes
+        threshold: (x, cutoff, fields) -> [B] int32, of a feature of the stage "probs" that zeroes
             small weights and does nothing else: bits of a float32, below which weights are zeroed.
-            Those below `least` [B] are zeroed already, though x still has them. Rows that do not use
-            the feature must get `least` or less. Such features are computed before others, and do
-            what `apply` does. None: only `apply` says what the feature does.
+            Those below `cutoff` [B] are zeroed already, though x still has them. The larger one of
+            the two holds. Rows that do not use the feature must lose no weight by it. Such features
+            are computed before others, and do what `apply` does. None: only `apply` says what the
+            feature does.
     """
 
     name: str

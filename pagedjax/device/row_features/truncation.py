@@ -20,26 +20,25 @@ from pagedjax.device.row_features.feature import RowContext, RowFeature
 from pagedjax.device.row_reductions import row_sums
 
 
-def _min_p(weights: jax.Array, least: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
+def _min_p(weights: jax.Array, cutoff: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
     # the best token's weight is 1
-    return jnp.maximum(least, bits_of(rows["min_p"]))
+    return bits_of(rows["min_p"])
 
 
-def _top_k(weights: jax.Array, least: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
+def _top_k(weights: jax.Array, cutoff: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
     """The weights outside the k largest are zeroed."""
     k = jnp.where(rows["top_k"] > 0, rows["top_k"], weights.shape[-1])
     # Fewer than k weights may be left. Then the threshold is not above the least of them.
-    threshold = _largest_threshold(bits_of(weights), lambda keep: keep.sum(-1) >= k)
-    return jnp.maximum(least, threshold)
+    return _largest_threshold(bits_of(weights), lambda keep: keep.sum(-1) >= k)
 
 
-def _top_p(weights: jax.Array, least: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
+def _top_p(weights: jax.Array, cutoff: jax.Array, rows: Mapping[str, jax.Array]) -> jax.Array:
     """The weights outside the smallest set whose sum is at least top_p times that of all are
     zeroed.
     """
     top_p = rows["top_p"]
     bits = bits_of(weights)
-    is_left = bits >= least[:, None]
+    is_left = bits >= cutoff[:, None]
 
     def sums_of(keep: jax.Array) -> jax.Array:
         return row_sums(jnp.where(keep & is_left, weights, 0.0))
@@ -47,12 +46,12 @@ def _top_p(weights: jax.Array, least: jax.Array, rows: Mapping[str, jax.Array]) 
     share = top_p * sums_of(is_left)
     threshold = _largest_threshold(bits, lambda keep: sums_of(keep) >= share)
     # a row without top_p keeps all tokens: a rounding error must not cut one
-    return jnp.where(top_p < 1.0, jnp.maximum(least, threshold), least)
+    return jnp.where(top_p < 1.0, threshold, 0)
 
 
-def cut(weights: jax.Array, least: jax.Array) -> jax.Array:
-    """The weights [B, V], with zeros in the place of those whose bits are below `least` [B]."""
-    return jnp.where(bits_of(weights) >= least[:, None], weights, 0.0)
+def cut(weights: jax.Array, cutoff: jax.Array) -> jax.Array:
+    """The weights [B, V], with zeros in the place of those whose bits are below `cutoff` [B]."""
+    return jnp.where(bits_of(weights) >= cutoff[:, None], weights, 0.0)
 
 
 def bits_of(weights: jax.Array) -> jax.Array:

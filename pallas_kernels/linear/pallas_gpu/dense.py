@@ -65,7 +65,7 @@ def product(
     stages = sizes.stages
     parts = sizes.parts
     shares = sizes.shares
-    own = sizes.own
+    block_columns = sizes.block_columns
     piece = sizes.piece
     slabs = k // SLAB
     row_tiles = -(-tokens // rows)
@@ -128,7 +128,9 @@ def product(
                 lax.fori_loop(0, tile_slabs, fetch, None)
                 for residual_ref in residual_refs:
                     pl.when(i > 0)(lambda: plgpu.barrier_wait(residual_free))
-                    added = residual_ref.at[pl.ds(row, rows), pl.ds(column + share * own, own)]
+                    added = residual_ref.at[
+                        pl.ds(row, rows), pl.ds(column + share * block_columns, block_columns)
+                    ]
                     plgpu.copy_gmem_to_smem(added, residual_s, residual_full)
 
             lax.fori_loop(0, own_tiles, fetch_tile, None)
@@ -174,17 +176,17 @@ def product(
                 return lax.fori_loop(0, parts, add_part, plgpu.layout_cast(zeros, WGMMA))
 
             def exchanged(y):
-                """Returns [64, own]: the sums of all parts, of this block's columns."""
-                for other in range(shares):
+                """Returns [64, block_columns]: the sums of all parts."""
+                for peer in range(shares):
                     plgpu.async_store_smem(
-                        y[:, other * own : (other + 1) * own],
+                        y[:, peer * block_columns : (peer + 1) * block_columns],
                         parts_s.at[share, lanes],
                         parts_full.at[group],
-                        cluster_idx=jnp.int32(other),
+                        cluster_idx=jnp.int32(peer),
                         cluster_dim="share",
                     )
                 plgpu.barrier_wait(parts_full.at[group])
-                zeros = jnp.full((LANES, own), 0.0, jnp.float32)
+                zeros = jnp.full((LANES, block_columns), 0.0, jnp.float32)
                 y = plgpu.layout_cast(zeros, WGMMA)
                 for part in range(parts):
                     y = y + plgpu.layout_cast(parts_s[part, lanes], WGMMA)
@@ -200,7 +202,7 @@ def product(
                     y = gates(y[:, :columns]) * y[:, columns:]
                 if residual is not None:
                     plgpu.barrier_wait(residual_full)
-                for start in range(0, own, piece):
+                for start in range(0, block_columns, piece):
                     finished = y[:, start : start + piece]
                     if residual is not None:
                         added = residual_s[lanes, pl.ds(start, piece)]
@@ -210,7 +212,7 @@ def product(
                     plgpu.wait_smem_to_gmem(STORES - 1 if start else 0, wait_read_only=True)
                     y_s[group, slot] = finished.astype(dtype)
                     plgpu.commit_smem()
-                    into = pl.ds(column + share * own + start, piece)
+                    into = pl.ds(column + share * block_columns + start, piece)
                     tokens_of_group = pl.ds(row + group * LANES, LANES)
                     plgpu.copy_smem_to_gmem(y_s.at[group, slot], y_ref.at[tokens_of_group, into])
                 if residual is not None:
@@ -228,14 +230,14 @@ def product(
     }
     if residual is not None:
         scratch |= {
-            "residual_s": _swizzled((rows, own), x.dtype),
+            "residual_s": _swizzled((rows, block_columns), x.dtype),
             "residual_full": plgpu.Barrier(),
             "residual_free": plgpu.Barrier(num_arrivals=groups),
         }
     cluster: dict[str, Any] = {}
     if shares > 1:
         scratch |= {
-            "parts_s": _swizzled((parts, rows, own), jnp.float32),
+            "parts_s": _swizzled((parts, rows, block_columns), jnp.float32),
             "parts_full": plgpu.Barrier(num_arrivals=parts, num_barriers=groups),
         }
         cluster = {"cluster": (shares,), "cluster_names": ("share",)}

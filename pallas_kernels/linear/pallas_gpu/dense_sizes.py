@@ -22,9 +22,8 @@ PIECES = 64, 48, 32, 16  # columns of a result that are stored at a time
 FEWEST_SLABS = 4  # of a part
 FEWEST_STAGES = 3
 MOST_STAGES = 8
-SHARED = (
-    232448 - 2048
-)  # bytes of shared memory of a block of threads, less barriers and the compiler's
+# bytes of shared memory of a block of threads, less 2 KiB for barriers and for the compiler
+SHARED = 232448 - 2048
 CLUSTERED = 16  # multiprocessors are used in multiples of it by clusters: those of the smallest GPC
 
 # Cycles and bytes a cycle, for one multiprocessor of 132 at 1.755 GHz. Its tensor cores do 4,096
@@ -69,14 +68,14 @@ class Sizes(NamedTuple):
         return self.parts if self.is_shared else 1
 
     @property
-    def own(self) -> int:
+    def block_columns(self) -> int:
         """Columns that a block finishes."""
         return self.columns // self.shares
 
     @property
     def piece(self) -> int:
         """Columns that are stored at a time."""
-        return next(size for size in PIECES if self.own % size == 0)
+        return next(size for size in PIECES if self.block_columns % size == 0)
 
 
 class Product(NamedTuple):
@@ -127,7 +126,9 @@ def _possible(product: Product, multiprocessors: int) -> Iterator[Sizes]:
             sizes = Sizes(
                 rows, outputs, product.gated, product.parts, is_shared, 0, multiprocessors
             )
-            if sizes.own % PIECES[-1] or (product.parts > sizes.shares and outputs > SEVERAL_PARTS):
+            if sizes.block_columns % PIECES[-1] or (
+                product.parts > sizes.shares and outputs > SEVERAL_PARTS
+            ):
                 continue
             room = SHARED - shared_bytes(sizes, product)
             stages = min(MOST_STAGES, room // stage_bytes(sizes))
@@ -146,7 +147,7 @@ def shared_bytes(sizes: Sizes, product: Product) -> int:
     Barriers and the compiler's scratch memory are not counted.
     """
     results = STORES * sizes.rows * sizes.piece * product.itemsize
-    residual = 2 * sizes.rows * sizes.own * product.residual
+    residual = 2 * sizes.rows * sizes.block_columns * product.residual
     parts = 4 * sizes.rows * sizes.columns * sizes.is_shared
     return sizes.stages * stage_bytes(sizes) + results + residual + parts
 
@@ -171,5 +172,5 @@ def cycles(sizes: Sizes, product: Product, multiprocessors: int) -> float:
     )
     exchanged = 0.0
     if sizes.shares > 1:
-        exchanged = 4 * sizes.rows * (sizes.columns - sizes.own) / TO_PEERS + ENDING
+        exchanged = 4 * sizes.rows * (sizes.columns - sizes.block_columns) / TO_PEERS + ENDING
     return BEGINNING + turns * (slabs * of_slab + ENDING + exchanged)

@@ -211,8 +211,9 @@ def _dense_multiply(
     """Returns the result of a matrix of floats. Its epilogue is the kernel's, or else XLA's over
     sums in float32.
     """
-    in_kernel = all(part is None for part in epilogue[:3]) and epilogue.activation in (None, *GATES)
-    if in_kernel:
+    before_activation = epilogue.scales, epilogue.bias, epilogue.low
+    is_in_kernel = all(part is None for part in before_activation)
+    if is_in_kernel and epilogue.activation in (None, *GATES):
         return dense(
             rms_norm(x, norm),
             weight,

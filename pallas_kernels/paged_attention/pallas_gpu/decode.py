@@ -147,19 +147,16 @@ def _decode(
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
     is_short = bool(rows_and_counts)
     is_one_part = parts == 1 and not is_short  # the result needs no merge
-    # Columns that are not those of a key head are then those of its neighbours.
     in_place = in_place and is_one_part and columns % group == 0 and n % columns == 0
+    # key heads whose queries are one another's columns
+    neighbours = columns // group if in_place else 1
     fits_at_once = b * heads <= 2 * tiles.multiprocessors
     orders = () if not is_one_part or fits_at_once else (longest_first(seq_lens),)
     sink_arrays = []
     if sinks is not None:  # the first part of a context has them, so each counts once
-        of_columns = sinks_of_queries(sinks, n // columns if in_place else heads, queries, columns)
+        of_columns = sinks_of_queries(sinks, heads // neighbours, queries, columns)
         later_parts = ((0, parts - 1), (0, 0), (0, 0))
         sink_arrays = [jnp.pad(of_columns[None], later_parts, constant_values=-jnp.inf)]
-
-    def columns_of(head):
-        """Returns the first query head in the columns of a key head."""
-        return head * group // columns * columns
 
     def paged_decode(q_ref, k_ref, v_ref, tables, lengths, *refs):
         rows, counts = refs[:2] if is_short else (None, None)
@@ -170,6 +167,8 @@ def _decode(
         q_s, k_s, v_s, p_s, *results_s, q_full, k_full, v_full, k_free, v_free = scratch
         part, place, head = (lax.axis_index(name) for name in ("part", "row", "head"))
         row = refs[0][place] if orders else place
+        heads_together = lax.div(head, jnp.int32(neighbours))
+        first_column = lax.rem(head, jnp.int32(neighbours)) * group
         length = lengths[row]
         nearest = length - (1 if counts is None else counts[row])  # the first query in its context
         earliest = jnp.int32(0) if window is None else lax.max(nearest + 1 - window, 0)
@@ -187,8 +186,7 @@ def _decode(
 
         @pl.when((lax.axis_index("warpgroup") == 0) & is_used)
         def consume():
-            of_head = pl.ds(columns_of(head), columns) if in_place else head
-            plgpu.copy_gmem_to_smem(q_ref.at[row, of_head], q_s, q_full)
+            plgpu.copy_gmem_to_smem(q_ref.at[row, heads_together], q_s, q_full)
             plgpu.barrier_wait(q_full)
 
             # The carry, for each column over the tiles so far: o [D, columns] the sum of the
@@ -244,15 +242,13 @@ def _decode(
             # first score takes it away.
             first_weight = 1.0 / tile if sink_arrays else 0.0
             weights = plgpu.layout_cast(jnp.full((tile, columns), first_weight, jnp.float32), WGMMA)
-            of_sinks = columns_of(head) // columns if in_place else head
-            part_sinks = refs[first_result - 1].at[part, of_sinks] if sink_arrays else None
+            part_sinks = refs[first_result - 1].at[part, heads_together] if sink_arrays else None
             top = first_tops(part_sinks, columns, WGMMA.reduce(0))
             carry = lax.fori_loop(0, count, attend, (o, top, weights))
             if is_one_part:
                 (o_ref,) = results
                 (o_s,) = results_s
                 write_whole(carry, o_s)
-                first_column = head * group - columns_of(head) if in_place else 0
                 plgpu.copy_smem_to_gmem(
                     o_s.at[pl.ds(first_column, group)], o_ref.at[row, pl.ds(head * group, group)]
                 )
@@ -286,7 +282,7 @@ def _decode(
         **threads(),
     )
     if in_place:
-        read = q.reshape(b, n, d).astype(dtype)
+        columns_of_heads = q.reshape(b, heads // neighbours, columns, d).astype(dtype)
     else:
         padding = ((0, 0), (0, 0), (0, columns - group * queries), (0, 0))
         grouped = (
@@ -294,9 +290,9 @@ def _decode(
             .transpose(0, 2, 3, 1, 4)
             .reshape(b, heads, group * queries, d)
         )
-        read = jnp.pad(grouped.astype(dtype), padding)
+        columns_of_heads = jnp.pad(grouped.astype(dtype), padding)
     of_rows = block_tables, seq_lens, *orders, *(a.astype(jnp.int32) for a in rows_and_counts)
-    results = kernel(read, k_pages, v_pages, *of_rows, *sink_arrays)
+    results = kernel(columns_of_heads, k_pages, v_pages, *of_rows, *sink_arrays)
     if is_one_part:
         return results[0][:, None]
     out = merged(*results)[..., : group * queries].reshape(b, heads, d, group, queries)
