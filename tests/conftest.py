@@ -35,14 +35,20 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 quick_compiler.choose_emitters()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    workers.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     drawn.choose_settings(config.option.markexpr)
+    if config.option.seconds is not None:
+        config.pluginmanager.register(workers.Deadline(config.option.seconds))
     garbage.start()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist tells which tests there are
 def pytest_collection_finish(session: pytest.Session) -> None:
-    workers.longest_first(session.items)
+    workers.sort(session.items, session.config.option.drawn_order)
     garbage.set_aside()
 
 
