@@ -30,12 +30,25 @@ class SamplingBatch(NamedTuple):
     """How the R samples of a step are drawn: one for each row, and one for each draft."""
 
     temperature: Any  # [R] f32; 0 is greedy
-    # [R] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
+    # [R] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's. None: no
+    # sample wants any, and the program has none
     num_top: Any
     seed: Any  # [R] u32
     position: Any  # [R] i32: index of the sampled token among the row's outputs
     prompt_len: Any  # [R] i32
-    features: dict[str, FeatureRows]  # by name: the sampling options of a `RowChain`
+    # by name: the sampling options of a `RowChain`; None: no sample uses one, and the program has none
+    features: dict[str, FeatureRows] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the program of these arrays draws by temperature alone, without
+        log-probabilities.
+        """
+        return self.num_top is None and self.features is None
+
+    def plain(self) -> SamplingBatch:
+        """The arrays for such a program."""
+        return self._replace(num_top=None, features=None)
 
 
 class Batch(NamedTuple):
@@ -144,6 +157,7 @@ class StepShape(NamedTuple):
     decodes_alone: bool = False
     span: int = 1  # the program computes so many steps, all of decodes (span.py)
     prompt_logprobs: bool = False  # log-probabilities of prompt tokens are wanted
+    plain: bool = False  # see `SamplingBatch.is_plain`
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,8 @@ class Shapes(NamedTuple):
     # T of the steps that give log-probabilities of prompt tokens, ascending, some of `tokens` with
     # the largest; (): all of them
     prompt_buckets: tuple[int, ...] = ()
+    # whether steps have programs of their own if no row has an option or wants log-probabilities
+    plain: bool = False
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -213,7 +229,9 @@ class Shapes(NamedTuple):
 
     @property
     def steps(self) -> tuple[StepShape, ...]:
-        """The shapes of all steps but those with `prompt_logprobs`, the largest last."""
+        """The shapes of all steps but those with `prompt_logprobs` and plain ones, the largest last.
+        Their programs can do all steps but those with `prompt_logprobs`.
+        """
         kinds = (False, True) if self.drafts else (False,)
         alone = [StepShape(t, self.samples(t, False), True) for t in self.decode_buckets]
         spans = [self.span_shape(t) for t in self.span_buckets]

@@ -82,6 +82,7 @@ def sample(
 
     Args:
         logits: [R, V] float32.
+        s: a program for samples without options is smaller, see `SamplingBatch.is_plain`.
         history: read only by options that some sample uses.
         seed: [] uint32, the engine's.
         tile: number of samples that are drawn, or have their log-probabilities computed, at a time;
@@ -94,6 +95,27 @@ def sample(
         ValueError: an array has not one row for each sample, or `s.features` is of another chain.
     """
     _check(logits, s, history, chain)
+    tokens = _tokens(logits, s, history, seed, tile, chain, drafted)
+    without_logprobs = SampledTokens(tokens, *_no_logprobs(len(tokens)))
+    if s.num_top is None:
+        return without_logprobs
+
+    def with_logprobs() -> SampledTokens:
+        return SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))
+
+    return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: without_logprobs)
+
+
+def _tokens(
+    logits: jax.Array,
+    s: SamplingBatch,
+    history: History,
+    seed: jax.Array,
+    tile: int | None,
+    chain: RowChain,
+    drafted: Drafted | None,
+) -> jax.Array:
+    """[R] a token for each sample. Arguments as in `sample`."""
 
     def choose(
         x: jax.Array, s: SamplingBatch, tables: jax.Array, lens: jax.Array, drafted: Drafted | None
@@ -108,25 +130,18 @@ def sample(
 
     # Each branch goes from logits to tokens: XLA would copy logits that a branch returns unchanged.
     # Only the last branch has conditionals of options inside, which do return logits.
-    tokens = jax.lax.switch(
+    ways = [lambda x, *_: best_tokens(x), partial(_tiled, choose_by_temperature, tile)]
+    if s.features is not None:
+        ways.append(partial(_tiled, choose, tile))
+    return jax.lax.switch(
         _way_of_choosing(s, chain),
-        (
-            lambda x, *_: best_tokens(x),
-            partial(_tiled, choose_by_temperature, tile),
-            partial(_tiled, choose, tile),
-        ),
+        ways,
         logits,
         s,
         history.block_tables,
         history.seq_lens,
         drafted,
     )
-    without_logprobs = SampledTokens(tokens, *_no_logprobs(len(tokens)))
-
-    def with_logprobs() -> SampledTokens:
-        return SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))
-
-    return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: without_logprobs)
 
 
 def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChain) -> None:
@@ -136,7 +151,7 @@ def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChai
     check_shape("block_tables", history.block_tables, (r, None))
     check_shape("seq_lens", history.seq_lens, (r,))
     names = {feature.name for feature in chain.features}
-    if s.features.keys() != names:
+    if s.features is not None and s.features.keys() != names:
         raise ValueError(
             f"the batch has the row features {sorted(s.features)}; the step has {sorted(names)}"
         )
@@ -175,6 +190,8 @@ def _way_of_choosing(s: SamplingBatch, chain: RowChain) -> jax.Array:
     WAYS_WITHOUT_OPTIONS if the options of a row change its logits or weights.
     """
     draws = s.temperature > 0
+    if s.features is None:
+        return draws.astype(jnp.int32).max()
     has_options = chain.uses("logits", s.features) | (draws & chain.uses("probs", s.features))
     return jnp.where(has_options, WAYS_WITHOUT_OPTIONS, draws.astype(jnp.int32)).max()
 
@@ -196,6 +213,7 @@ def _choose(
     drafted: Drafted | None,
 ) -> jax.Array:
     """[R] the best or a drawn token, after the samples' options have changed their logits."""
+    assert s.features is not None
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
 

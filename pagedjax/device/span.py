@@ -49,7 +49,8 @@ def _step_of(first: Batch, span: Span, i: jax.Array, tokens: jax.Array, block_si
     """The batch of step i of a span.
 
     A row without a token in this step is like padding: its table and its slots are the trash block.
-    Its length is 1 and not 0, so that the row behind it has its own number still.
+    Its length is 1 and not 0, so that the row behind it has its own number still. No row wants
+    log-probabilities: a span returns none.
 
     Args:
         first: the batch of the first step.
@@ -73,7 +74,7 @@ def _step_of(first: Batch, span: Span, i: jax.Array, tokens: jax.Array, block_si
         slots=slots_in(tables),
         block_tables=tables,
         seq_lens=jnp.where(has_token, positions + 1, jnp.minimum(span.steps, 1)),
-        sampling=first.sampling._replace(position=first.sampling.position + i),
+        sampling=first.sampling._replace(position=first.sampling.position + i, num_top=None),
     )
     groups = batch.extra(GroupTables)
     if groups is None:

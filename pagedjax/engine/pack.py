@@ -7,7 +7,8 @@
 
 In a step of decodes alone, row b has the token b. If a program for such steps alone exists,
 cu_q_lens is None. `targets` is None unless log-probabilities of prompt tokens are wanted: such steps
-have programs and buckets of their own (`Shapes.prompt_buckets`). A row with k drafts has k more
+have programs and buckets of their own (`Shapes.prompt_buckets`). A lazy engine has smaller programs
+for steps without sampling options (`Shapes.plain`). A row with k drafts has k more
 tokens, which are drafts, and k more samples: one after its known tokens and one after each draft.
 Padding tokens write to block 0, the trash block; padding rows have no tokens and length 0. M is the
 width of a block table, in blocks.
@@ -127,6 +128,8 @@ def pack(
     sampling = _sampling_of_plan(
         plan, data, records, row_of_sample, relative, blanks[r], chain, sources.masks
     )
+    if shapes.plain and targets is None and _is_plain(records):
+        sampling = sampling.plain()
     decodes_alone = len(queries.row_of_token) == len(data) and t in shapes.decode_buckets
     batch = Batch(
         tokens=queries.tokens,
@@ -339,7 +342,7 @@ def pack_drafts(
         positions=_padded(lengths - 1, b),
         counts=_padded([plan.drafts[i] for i in rows], b),
         block_tables=tables[0],
-        sampling=sampling._replace(num_top=np.full(b, -1, np.int32)),
+        sampling=sampling._replace(num_top=None),  # nobody reads log-probabilities of drafts
         samples=_padded(drafts, shape.samples),
         group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
     )
@@ -417,6 +420,11 @@ def _targets(
 def _records(data: Sequence[SequenceData], chain: RowChain) -> np.ndarray:
     """Of each row, the record of its options."""
     return np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
+
+
+def _is_plain(records: np.ndarray) -> bool:
+    """Whether no row uses a sampling option, or wants log-probabilities of its samples."""
+    return not records["options"]["on"].any() and bool((records["num_top"] < 0).all())
 
 
 def _sampling_of_plan(

@@ -149,7 +149,7 @@ def _fits(
     sources: Sources,
 ) -> bool:
     """Whether a plan runs in the program of the step before, with its options."""
-    tokens, samples, decodes_alone, span, _ = before.shape
+    tokens, samples, decodes_alone, span, *_ = before.shape
     return (
         bool(plan.seqs)
         and span == (1 if sources.span is None else shapes.span)
@@ -200,6 +200,8 @@ def _seqs_before(before: Packed, rows: np.ndarray) -> tuple[Seq, ...]:
 def _has_features(before: Packed) -> bool:
     """Whether the step before has arrays of sampling options (`RowChain`)."""
     features, _ = before.transfer.rest
+    if features is None:
+        return False
     return any([features[name] is not before.blank.features[name] for name in features])
 
 
@@ -222,7 +224,8 @@ def _keep_rows(
     tables[:count] = tables[rows]
     tables[count:past_count] = 0
     for name in ("temperature", "num_top", "seed", "prompt_len"):
-        arrays[name][:count] = arrays[name][rows]
+        if name in arrays:
+            arrays[name][:count] = arrays[name][rows]
     for name, array_of_rows in arrays.items():
         if name not in ("block_tables", "cu_q_lens", "targets"):
             array_of_rows[count:past_count] = -1 if name in ("num_top", "feed") else 0

@@ -332,6 +332,8 @@ def shapes(config: Resolved, model: Model, draft: DraftModel | None = None) -> S
         span=config.decode_span,
         span_buckets=_span_buckets(config, rows, decode_buckets),
         prompt_buckets=prompt_buckets(config.token_buckets),
+        # the bits of a row must not depend on the options of the rows beside it
+        plain=config.compilation == "lazy" and not config.batch_invariant,
     )
 
 

@@ -481,10 +481,12 @@ def _compiler(
 
 def _blank_step(spec: ProgramSpec, shape: StepShape) -> Batch:
     """A batch that computes nothing, of the shape of a program."""
-    batch = spec.inputs.steps[shape._replace(prompt_logprobs=False)]
-    if not shape.prompt_logprobs:
-        return batch
-    return batch._replace(targets=np.full(shape.tokens, -1, np.int32))
+    batch = spec.inputs.steps[shape._replace(prompt_logprobs=False, plain=False)]
+    if shape.plain:
+        batch = batch._replace(sampling=batch.sampling.plain())
+    if shape.prompt_logprobs:
+        batch = batch._replace(targets=np.full(shape.tokens, -1, np.int32))
+    return batch
 
 
 def _bound_draft_model(
@@ -614,7 +616,7 @@ def _blank_drafts(
         positions=zeros,
         counts=zeros,
         block_tables=table,
-        sampling=blanks[shape.rows],
+        sampling=blanks[shape.rows]._replace(num_top=None),
         samples=np.zeros(shape.samples, np.int32),
         group_tables=(table,) * (groups - 1),
     )
@@ -630,7 +632,7 @@ def blank_batch(
     """A step of a shape that computes nothing."""
     buckets = (shape.tokens,)
     one_bucket = sizes._replace(
-        tokens=buckets, decode_buckets=buckets if shape.decodes_alone else ()
+        tokens=buckets, decode_buckets=buckets if shape.decodes_alone else (), plain=shape.plain
     )
     if shape.span > 1:
         sources = sources._replace(span=())

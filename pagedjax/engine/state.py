@@ -736,6 +736,7 @@ def packed_plans(
         decodes_alone=batch.cu_q_lens is None,
         span=len(plans),
         prompt_logprobs=batch.targets is not None,
+        plain=batch.sampling.is_plain,
     )
     transfer, step = packed(plan, batch, shape, blanks[shape.samples], sources, plans[-1])
     return shape, transfer, step or past
