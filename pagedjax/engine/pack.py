@@ -337,14 +337,17 @@ def pack_drafts(
     sampling = _sampling(data, _records(data, chain), lengths, blanks[b], chain)
     drafts = _drafts_of_samples(plan, rows, b) if shape.samples else ()
     tables = _tables(seqs, data, b, shapes)
-    return shape, DraftBatch(
-        tokens=_padded(newest, b),
-        positions=_padded(lengths - 1, b),
-        counts=_padded([plan.drafts[i] for i in rows], b),
-        block_tables=tables[0],
-        sampling=sampling._replace(num_top=None),  # nobody reads log-probabilities of drafts
-        samples=_padded(drafts, shape.samples),
-        group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
+    return (
+        shape,
+        DraftBatch(
+            tokens=_padded(newest, b),
+            positions=_padded(lengths - 1, b),
+            counts=_padded([plan.drafts[i] for i in rows], b),
+            block_tables=tables[0],
+            sampling=sampling._replace(num_top=None),  # nobody reads log-probabilities of drafts
+            samples=_padded(drafts, shape.samples),
+            group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
+        ),
     )
 
 

@@ -66,6 +66,7 @@ def sampled(logits: jax.Array, s: SamplingBatch, history: History, seed: jax.Arr
 
 
 at_once = jax.jit(sample)
+in_tiles = jax.jit(partial(sample, tile=TILE))
 
 
 def history_of(rows: list[Row]) -> History:
@@ -232,6 +233,33 @@ def random_history(rng: np.random.Generator) -> Row:
 
 
 # --- one rule at a time ---------------------------------------------------------------------------
+
+
+def test_a_plain_program_draws_the_same_tokens_and_has_fewer_operations():
+    """Some rows are greedy."""
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(B, V)).astype(np.float32)
+    rows = [{"temperature": 0.7 * (i % 3), "seed": i, "position": 2 * i} for i in range(B)]
+    s, history = batch(rows)
+    plain = s.plain()
+    assert plain.is_plain
+    assert not s.is_plain
+    seed = np.uint32(ENGINE_SEED)
+    expected = sampled(logits, s, history, seed)
+    chex.assert_trees_all_equal(at_once(logits, plain, history, seed), expected)
+    chex.assert_trees_all_equal(in_tiles(logits, plain, history, seed), expected)
+    texts = [str(jax.make_jaxpr(sample)(logits, x, history, np.uint32(0))) for x in (s, plain)]
+    assert 5 * len(texts[1]) < len(texts[0])
+
+
+def test_without_log_probabilities_a_program_has_none():
+    rows = [{"temperature": 0.0, "logprobs": 2}, {"temperature": 0.8, "top_k": 3}] * (B // 2)
+    s, history = batch(rows)
+    logits = random_logits(5)
+    expected = sampled(logits, s, history, np.uint32(0))
+    without = in_tiles(logits, s._replace(num_top=None), history, np.uint32(0))
+    chex.assert_trees_all_equal(without.tokens, expected.tokens)
+    chex.assert_trees_all_equal(without[1:], jax.tree.map(jnp.zeros_like, expected[1:]))
 
 
 def test_temperature_zero_is_the_best_token_and_the_first_of_equals():

@@ -116,6 +116,28 @@ def test_an_empty_plan_is_all_padding():
     chex.assert_trees_all_equal(batch.sampling, blank_sampling(SHAPES.rows(4)))
 
 
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [
+        (GREEDY, True),
+        (SamplingParams(temperature=0.7, seed=3), True),
+        (SamplingParams(temperature=0, logprobs=0), False),
+        (SamplingParams(temperature=0.7, top_p=0.5), False),
+        (SamplingParams(temperature=0, logit_bias={3: 1.0}), False),
+        (SamplingParams(temperature=0, prompt_logprobs=0), False),
+    ],
+)
+def test_a_step_is_plain_if_the_engine_has_such_programs_and_no_row_has_an_option(params, plain):
+    row = ("a", sequence_data([1, 2], 2, params), 0, 2, (1,))
+    with_plain = packed(*MIXED, row, shapes=SHAPES._replace(max_seqs=4, plain=True))
+    without = packed(*MIXED, row, shapes=SHAPES._replace(max_seqs=4))
+    assert with_plain.sampling.is_plain == plain
+    assert not without.sampling.is_plain
+    if plain:
+        without = without._replace(sampling=without.sampling.plain())
+    chex.assert_trees_all_equal(with_plain, without)
+
+
 def test_the_bucket_is_the_smallest_that_holds_the_tokens():
     assert [SHAPES.bucket(n) for n in (0, 1, 4, 5, 8, 9, 16)] == [4, 4, 4, 8, 8, 16, 16]
     assert [SHAPES.rows(t) for t in (1, 2, 3, 16)] == [1, 2, 3, 3]

@@ -12,7 +12,7 @@ import pytest
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.device import step
 from pagedjax.engine import compilations, kept_programs, programs
-from pagedjax.engine.resolve import resolve
+from pagedjax.engine.resolve import resolve, shapes
 from tests import mappings
 from tests.engine.runs import greedy, small_llm, steps, token_ids
 from tests.refusals import refused
@@ -111,6 +111,37 @@ def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(one_layer
     before = compilations.compilations()
     lazy.generate(prompts, GREEDY)
     assert compilations.compilations() == before
+
+
+def test_a_lazy_engine_has_small_programs_for_steps_without_options(one_layer):
+    """One is compiled for the first request, and the whole one for the first with an option; both
+    give a request the same tokens.
+    """
+    llm = small_llm(one_layer)
+    programs_of_llm = llm.engine.runtime.programs
+    size = llm.engine.runtime.shapes.steps[-1]
+    drawn = SamplingParams(temperature=0.9, seed=4, max_tokens=6, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    alone = token_ids(llm, prompts, [GREEDY, drawn])
+    assert set(programs_of_llm) == {size._replace(plain=True)}
+    others = [greedy(4, logprobs=1), greedy(4, frequency_penalty=0.5)]
+    beside = token_ids(llm, [*prompts, *prompts], [GREEDY, drawn, *others])
+    assert set(programs_of_llm) == {size._replace(plain=True), size}
+    assert beside[:2] == alone
+
+
+@pytest.mark.parametrize(
+    ("compilation", "batch_invariant", "plain"),
+    [
+        ("lazy", False, True),
+        ("lazy", True, False),
+        ("background", False, False),
+        ("eager", False, False),
+    ],
+)
+def test_which_engines_have_small_programs(config, one_layer, compilation, batch_invariant, plain):
+    options = replace(config, compilation=compilation, batch_invariant=batch_invariant)
+    assert shapes(options, one_layer.model).plain == plain
 
 
 def test_a_failed_compilation_leaves_the_state_unchanged(one_layer, monkeypatch):

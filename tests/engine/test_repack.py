@@ -82,7 +82,9 @@ def check_next(
     np.testing.assert_array_equal(past.transfer.words, before)
     if step is None:
         return None
-    transfer = joined(pack(plan, data, shapes, BLANKS, sources=sources))
+    # rows with options may have ended, and the program is still one for them
+    of_program = shapes._replace(plain=past.shape.plain)
+    transfer = joined(pack(plan, data, of_program, BLANKS, sources=sources))
     assert (step.transfer.tree, step.transfer.layout) == (transfer.tree, transfer.layout)
     expected = transfer.words.copy()
     if sources.looks_ahead:  # a token that the device feeds is not read
@@ -99,7 +101,8 @@ def run(seed: int, *, looks_ahead: bool, programs_for_decodes: bool) -> Counter[
     were packed from others, by their steps.
     """
     draw = random.Random(seed)
-    shapes = SHAPES._replace(span=3, decode_buckets=(4, 8) if programs_for_decodes else ())
+    decode_buckets = (4, 8) if programs_for_decodes else ()
+    shapes = SHAPES._replace(span=3, decode_buckets=decode_buckets, plain=draw.random() < 0.5)
     state = scheduler.init(LIMITS)
     data: dict[str, SequenceData] = {}
     previous: SentStep | None = None
@@ -134,8 +137,13 @@ def run(seed: int, *, looks_ahead: bool, programs_for_decodes: bool) -> Counter[
             counts[len(plans)] += step is not None
             if step is None:
                 batch = pack(whole, data, shapes, BLANKS, sources=sources)
-                tokens = len(batch.tokens)
-                shape = StepShape(tokens, len(batch.last), batch.cu_q_lens is None, len(plans))
+                shape = StepShape(
+                    len(batch.tokens),
+                    len(batch.last),
+                    batch.cu_q_lens is None,
+                    len(plans),
+                    plain=batch.sampling.is_plain,
+                )
                 _, step = packed(whole, batch, shape, BLANKS[shape.samples], sources, plan)
             past = step or past
             previous = sent(plans)
