@@ -189,6 +189,14 @@ def edges(for_types: bool = False) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _syntax_trees() -> Iterator[None]:
+    """They are a million objects, which later collections of garbage need not look at."""
+    yield
+    edges.cache_clear()
+    all_modules.cache_clear()
+
+
 def module_of(target: str) -> str:
     """The module that an imported name comes from."""
     return target if target in all_modules() else target.rpartition(".")[0]

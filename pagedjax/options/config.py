@@ -401,8 +401,9 @@ class EngineConfig:
         of threads. It needs implementations that promise it (docs/design/batch-invariance.md), and
         excludes the rule "rejection" of speculation.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when
-        a step first needs it, so that the first token comes sooner. With "lazy", no step is
-        measured when the number of blocks is chosen. "background": the largest is compiled at
+        a step first needs it, so that the first token comes sooner; steps without sampling options
+        and log-probabilities have smaller programs then. With "lazy", no step is measured when the
+        number of blocks is chosen. "background": the largest is compiled at
         start-up, and the others one at a time while steps run; a step is padded to the next larger
         one that exists. It is the default of `LLM` and `pagedjax serve`, excludes speculative, and
         is for one process.
