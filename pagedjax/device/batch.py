@@ -167,6 +167,7 @@ class DraftShape:
 
     rows: int  # B of a `DraftBatch`
     samples: int  # R of the step that verifies, whose drafts' probabilities it returns; 0: none
+    plain: bool = False  # no row uses a sampling option
 
 
 class Shapes(NamedTuple):
@@ -192,7 +193,8 @@ class Shapes(NamedTuple):
     # T of the steps that give log-probabilities of prompt tokens, ascending, some of `tokens` with
     # the largest; (): all of them
     prompt_buckets: tuple[int, ...] = ()
-    # whether steps have programs of their own if no row has an option or wants log-probabilities
+    # whether steps have programs of their own if no row has an option or wants log-probabilities, and
+    # so have the drafts of such rows
     plain: bool = False
 
     def bucket(self, num_tokens: int) -> int:

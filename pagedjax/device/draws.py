@@ -39,7 +39,6 @@ def weights(logits: jax.Array, s: SamplingBatch, context: RowContext, chain: Row
     Args:
         logits: [B, V], after the options of the stage "logits".
     """
-    assert s.features is not None
     return chain.apply("probs", temperature_weights(logits, s), s.features, context)
 
 

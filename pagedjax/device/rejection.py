@@ -37,7 +37,6 @@ def draw_drafts(
 
     The weights of a greedy batch are zeros: nothing is drawn, and its samples read no weights.
     """
-    assert s.features is not None
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
 

@@ -187,7 +187,8 @@ def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *r
 
 def _way_of_choosing(s: SamplingBatch, chain: RowChain) -> jax.Array:
     """[] int32: 0 if each row takes its best token, 1 if a row draws by its temperature alone,
-    WAYS_WITHOUT_OPTIONS if the options of a row change its logits or weights.
+    WAYS_WITHOUT_OPTIONS if the options of a row change its logits or weights; none does so if the
+    program has no options.
     """
     draws = s.temperature > 0
     if s.features is None:
@@ -213,7 +214,6 @@ def _choose(
     drafted: Drafted | None,
 ) -> jax.Array:
     """[R] the best or a drawn token, after the samples' options have changed their logits."""
-    assert s.features is not None
     logits = chain.apply("logits", logits, s.features, context)
     best = best_tokens(logits)
 

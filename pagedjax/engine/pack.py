@@ -20,6 +20,7 @@ with a class (device/extras.py), a function of a `Packing`, and the function's n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -334,7 +335,12 @@ def pack_drafts(
     data = [sequences[seq.request_id] for seq in seqs]
     lengths = np.array([plan.lengths[i] for i in rows], np.int32)
     newest = [row.tokens.item(length - 1) for row, length in zip(data, lengths, strict=True)]
-    sampling = _sampling(data, _records(data, chain), lengths, blanks[b], chain)
+    records = _records(data, chain)
+    sampling = _sampling(data, records, lengths, blanks[b], chain)
+    sampling = sampling._replace(num_top=None)  # nobody reads log-probabilities of drafts
+    if shapes.plain and not _has_options(records):
+        shape = replace(shape, plain=True)
+        sampling = sampling.plain()
     drafts = _drafts_of_samples(plan, rows, b) if shape.samples else ()
     tables = _tables(seqs, data, b, shapes)
     return (
@@ -344,7 +350,7 @@ def pack_drafts(
             positions=_padded(lengths - 1, b),
             counts=_padded([plan.drafts[i] for i in rows], b),
             block_tables=tables[0],
-            sampling=sampling._replace(num_top=None),  # nobody reads log-probabilities of drafts
+            sampling=sampling,
             samples=_padded(drafts, shape.samples),
             group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
         ),
@@ -427,7 +433,12 @@ def _records(data: Sequence[SequenceData], chain: RowChain) -> np.ndarray:
 
 def _is_plain(records: np.ndarray) -> bool:
     """Whether no row uses a sampling option, or wants log-probabilities of its samples."""
-    return not records["options"]["on"].any() and bool((records["num_top"] < 0).all())
+    return not _has_options(records) and bool((records["num_top"] < 0).all())
+
+
+def _has_options(records: np.ndarray) -> bool:
+    """Whether a row uses a sampling option."""
+    return bool(records["options"]["on"].any())
 
 
 def _sampling_of_plan(
@@ -487,4 +498,5 @@ def _sampling(
 
     without = TOKEN_MASK if masks is None else None
     features = chain.pack(records["options"], large_value, b, without=without)
+    assert blank.features is not None, "a blank has all options"
     return SamplingBatch(**columns, position=position, features=blank.features | features)

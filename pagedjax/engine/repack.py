@@ -202,6 +202,7 @@ def _has_features(before: Packed) -> bool:
     features, _ = before.transfer.rest
     if features is None:
         return False
+    assert before.blank.features is not None, "a blank has all options"
     return any([features[name] is not before.blank.features[name] for name in features])
 
 

@@ -463,7 +463,7 @@ def _compiler(
         if isinstance(shape, DraftShape):
             jitted = draft
             kind = ("draft", sizes.drafts, sizes.keeps_probs)
-            batch = spec.inputs.drafts[shape]
+            batch = _blank_draft(spec, shape)
         else:
             jitted = step
             kind = ("step",)
@@ -487,6 +487,12 @@ def _blank_step(spec: ProgramSpec, shape: StepShape) -> Batch:
     if shape.prompt_logprobs:
         batch = batch._replace(targets=np.full(shape.tokens, -1, np.int32))
     return batch
+
+
+def _blank_draft(spec: ProgramSpec, shape: DraftShape) -> DraftBatch:
+    """A drafter's batch without drafts, of the shape of a program."""
+    batch = spec.inputs.drafts[replace(shape, plain=False)]
+    return batch._replace(sampling=batch.sampling.plain()) if shape.plain else batch
 
 
 def _bound_draft_model(

@@ -19,7 +19,7 @@ from pagedjax.device.batch import (
 from pagedjax.device.row_features import RowFeature, chain
 from pagedjax.device.row_features.chain import DEFAULT
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
-from pagedjax.engine.pack import pack
+from pagedjax.engine.pack import pack, pack_drafts
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import EMPTY_PLAN, Plan, Request, Seq
 from pagedjax.options.params import SamplingParams
@@ -136,6 +136,26 @@ def test_a_step_is_plain_if_the_engine_has_such_programs_and_no_row_has_an_optio
     if plain:
         without = without._replace(sampling=without.sampling.plain())
     chex.assert_trees_all_equal(with_plain, without)
+
+
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [(SamplingParams(temperature=0.7, logprobs=1), True), (SamplingParams(top_p=0.5), False)],
+)
+def test_drafts_of_rows_without_options_have_a_small_program(params, plain):
+    """Log-probabilities of drafts are nobody's."""
+    shapes = SHAPES._replace(drafts=2)
+    blanks = {3: blank_sampling(3)}
+    row = ("a", sequence_data([1, 2], 2, params), 1, 1, (1,))
+    step_plan, sequences = plan(row)
+    step_plan = step_plan._replace(drafts=(2,))
+    shape, batch = pack_drafts(step_plan, sequences, shapes, blanks)
+    small, small_batch = pack_drafts(step_plan, sequences, shapes._replace(plain=True), blanks)
+    assert (shape.plain, small.plain) == (False, plain)
+    assert small_batch.sampling.is_plain == plain
+    if plain:
+        batch = batch._replace(sampling=batch.sampling.plain())
+    chex.assert_trees_all_equal(small_batch, batch)
 
 
 def test_the_bucket_is_the_smallest_that_holds_the_tokens():

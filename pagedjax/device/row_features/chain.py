@@ -199,11 +199,20 @@ class RowChain:
         return _uses(self.stage(stage), rows)
 
     def apply(
-        self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
+        self,
+        stage: Stage,
+        x: jax.Array,
+        rows: Mapping[str, FeatureRows] | None,
+        context: RowContext,
     ) -> jax.Array:
         """x after the features of a stage. Each one is computed only if some row uses it. Those
         with values of their own for each step come first, and before them those with a threshold.
+
+        Args:
+            rows: None: no row uses a feature.
         """
+        if rows is None:
+            return x
 
         def apply_all(
             features: Sequence[RowFeature],
