@@ -15,6 +15,7 @@ def check_batch_invariant(c: DecoderConfig) -> None:
     """
     mixers = [type(kind.mixer).__name__ for kind in c.kinds if kind.mixer]
     head_sizes = {c.of_kind(kind).head_dim for kind in c.kinds if not kind.mixer}
+    odd_heads = sorted(size for size in head_sizes if size % VECTOR)
     has_normed_heads = c.qk_norm == "head" or c.v_norm
     reasons = (
         (
@@ -33,8 +34,8 @@ def check_batch_invariant(c: DecoderConfig) -> None:
             "compiler may round x * y + z in two ways",
         ),
         (
-            has_normed_heads and any(size % VECTOR for size in head_sizes),
-            f"the model has norms of heads of {', '.join(map(str, sorted(head_sizes)))} numbers, "
+            has_normed_heads and bool(odd_heads),
+            f"the model has norms of heads of {', '.join(map(str, odd_heads))} numbers, "
             f"whose bits are fixed for multiples of {VECTOR} alone",
         ),
         (
