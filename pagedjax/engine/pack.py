@@ -343,18 +343,16 @@ def pack_drafts(
         sampling = sampling.plain()
     drafts = _drafts_of_samples(plan, rows, b) if shape.samples else ()
     tables = _tables(seqs, data, b, shapes)
-    return (
-        shape,
-        DraftBatch(
-            tokens=_padded(newest, b),
-            positions=_padded(lengths - 1, b),
-            counts=_padded([plan.drafts[i] for i in rows], b),
-            block_tables=tables[0],
-            sampling=sampling,
-            samples=_padded(drafts, shape.samples),
-            group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
-        ),
+    batch = DraftBatch(
+        tokens=_padded(newest, b),
+        positions=_padded(lengths - 1, b),
+        counts=_padded([plan.drafts[i] for i in rows], b),
+        block_tables=tables[0],
+        sampling=sampling,
+        samples=_padded(drafts, shape.samples),
+        group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
     )
+    return shape, batch
 
 
 def _drafts_of_samples(plan: Plan, rows: Sequence[int], b: int) -> np.ndarray:

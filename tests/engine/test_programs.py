@@ -118,16 +118,16 @@ def test_a_lazy_engine_has_small_programs_for_steps_without_options(one_layer):
     give a request the same tokens.
     """
     llm = small_llm(one_layer)
-    programs_of_llm = llm.engine.runtime.programs
-    size = llm.engine.runtime.shapes.steps[-1]
+    compiled = llm.engine.runtime.programs
+    shape = llm.engine.runtime.shapes.steps[-1]
     drawn = SamplingParams(temperature=0.9, seed=4, max_tokens=6, ignore_eos=True)
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
-    alone = token_ids(llm, prompts, [GREEDY, drawn])
-    assert set(programs_of_llm) == {size._replace(plain=True)}
-    others = [greedy(4, logprobs=1), greedy(4, frequency_penalty=0.5)]
-    beside = token_ids(llm, [*prompts, *prompts], [GREEDY, drawn, *others])
-    assert set(programs_of_llm) == {size._replace(plain=True), size}
-    assert beside[:2] == alone
+    tokens_alone = token_ids(llm, prompts, [GREEDY, drawn])
+    assert set(compiled) == {shape._replace(plain=True)}
+    with_options = [greedy(4, logprobs=1), greedy(4, frequency_penalty=0.5)]
+    tokens = token_ids(llm, [*prompts, *prompts], [GREEDY, drawn, *with_options])
+    assert set(compiled) == {shape._replace(plain=True), shape}
+    assert tokens[:2] == tokens_alone
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ def check_next(
     np.testing.assert_array_equal(past.transfer.words, before)
     if step is None:
         return None
-    # rows with options may have ended, and the program is still one for them
-    of_program = shapes._replace(plain=past.shape.plain)
-    transfer = joined(pack(plan, data, of_program, BLANKS, sources=sources))
+    # a row that wanted log-probabilities may have ended, and the program still has them
+    shapes_of_program = shapes._replace(plain=past.shape.plain)
+    transfer = joined(pack(plan, data, shapes_of_program, BLANKS, sources=sources))
     assert (step.transfer.tree, step.transfer.layout) == (transfer.tree, transfer.layout)
     expected = transfer.words.copy()
     if sources.looks_ahead:  # a token that the device feeds is not read

@@ -280,6 +280,7 @@ def _cutoffs(
 def _raised(
     threshold: Callable[..., jax.Array], weights: jax.Array, cutoff: jax.Array, fields: Any
 ) -> jax.Array:
+    """[B] int32 the larger one of a cutoff and the threshold of a feature."""
     return jnp.maximum(cutoff, threshold(weights, cutoff, fields))
 
 
