@@ -238,6 +238,9 @@ def engine_of(model: Model, rows: int, lookahead: int, span: int, longest: int) 
     )
     engine = Engine(model, config)
     object.__setattr__(engine.runtime, "programs", StubPrograms(rows))
+    # as an engine that serves, which has programs for all options alone
+    shapes = engine.runtime.shapes._replace(plain=False)
+    object.__setattr__(engine.runtime, "shapes", shapes)
     return engine
 
 

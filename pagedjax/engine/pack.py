@@ -337,10 +337,9 @@ def pack_drafts(
     newest = [row.tokens.item(length - 1) for row, length in zip(data, lengths, strict=True)]
     records = _records(data, chain)
     sampling = _sampling(data, records, lengths, blanks[b], chain)
-    sampling = sampling._replace(num_top=None)  # nobody reads log-probabilities of drafts
-    if shapes.plain and not _has_options(records):
-        shape = replace(shape, plain=True)
-        sampling = sampling.plain()
+    is_plain = shapes.plain and not _has_options(records)
+    # nobody reads log-probabilities of drafts
+    sampling = sampling.plain() if is_plain else sampling._replace(num_top=None)
     drafts = _drafts_of_samples(plan, rows, b) if shape.samples else ()
     tables = _tables(seqs, data, b, shapes)
     batch = DraftBatch(
@@ -352,7 +351,7 @@ def pack_drafts(
         samples=_padded(drafts, shape.samples),
         group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
     )
-    return shape, batch
+    return replace(shape, plain=is_plain), batch
 
 
 def _drafts_of_samples(plan: Plan, rows: Sequence[int], b: int) -> np.ndarray:

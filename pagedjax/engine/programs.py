@@ -1,5 +1,5 @@
-"""The compiled steps of an engine, a program for each bucket: all are compiled before the first
-request, or each when a step first needs it.
+"""The compiled steps of an engine, by their shapes: all are compiled before the first request, or
+each when a step first needs it.
 
 Tracing holds Python's lock and compiling does not, so several threads compile programs.
 """

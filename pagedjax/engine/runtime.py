@@ -635,10 +635,10 @@ def blank_batch(
     chain: RowChain,
     sources: Sources,
 ) -> Batch:
-    """A step of a shape that computes nothing."""
+    """A step of a shape, which is not plain, that computes nothing."""
     buckets = (shape.tokens,)
     one_bucket = sizes._replace(
-        tokens=buckets, decode_buckets=buckets if shape.decodes_alone else (), plain=shape.plain
+        tokens=buckets, decode_buckets=buckets if shape.decodes_alone else (), plain=False
     )
     if shape.span > 1:
         sources = sources._replace(span=())

@@ -402,11 +402,11 @@ class EngineConfig:
         excludes the rule "rejection" of speculation.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when
         a step first needs it, so that the first token comes sooner; steps without sampling options
-        and log-probabilities have smaller programs then. With "lazy", no step is measured when the
-        number of blocks is chosen. "background": the largest is compiled at start-up, and the
-        others one at a time while steps run; a step is padded to the next larger one that exists.
-        It is the default of `LLM` and `pagedjax serve`, excludes speculative, and is for one
-        process.
+        and log-probabilities have smaller programs then, unless `batch_invariant` is set. With
+        "lazy", no step is measured when the number of blocks is chosen. "background": the largest
+        is compiled at start-up, and the others one at a time while steps run; a step is padded to
+        the next larger one that exists. It is the default of `LLM` and `pagedjax serve`, excludes
+        speculative, and is for one process.
     preemption: what happens to the content of a preempted sequence. "recompute": its keys and
         values are computed again. "swap": they move to host memory, at most `swap_space_gib` of it,
         and come back; those that find no room there are computed again.

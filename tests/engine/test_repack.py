@@ -82,9 +82,9 @@ def check_next(
     np.testing.assert_array_equal(past.transfer.words, before)
     if step is None:
         return None
-    # a row that wanted log-probabilities may have ended, and the program still has them
-    shapes_of_program = shapes._replace(plain=past.shape.plain)
-    transfer = joined(pack(plan, data, shapes_of_program, BLANKS, sources=sources))
+    batch = pack(plan, data, shapes, BLANKS, sources=sources)
+    assert step.shape.plain == batch.sampling.is_plain
+    transfer = joined(batch)
     assert (step.transfer.tree, step.transfer.layout) == (transfer.tree, transfer.layout)
     expected = transfer.words.copy()
     if sources.looks_ahead:  # a token that the device feeds is not read
