@@ -152,6 +152,7 @@ def test_drafts_of_rows_without_options_have_a_small_program(params, plain):
     shape, batch = pack_drafts(step_plan, sequences, shapes, blanks)
     small, small_batch = pack_drafts(step_plan, sequences, shapes._replace(plain=True), blanks)
     assert (shape.plain, small.plain) == (False, plain)
+    assert batch.sampling.num_top is None
     assert small_batch.sampling.is_plain == plain
     if plain:
         batch = batch._replace(sampling=batch.sampling.plain())

@@ -151,6 +151,31 @@ def run(seed: int, *, looks_ahead: bool, programs_for_decodes: bool) -> Counter[
     return counts
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_behind_the_last_row_with_log_probabilities_an_engine_with_plain_programs_packs_anew(plain):
+    shapes = SHAPES._replace(plain=plain)
+    wanted = SamplingParams(temperature=0.0, logprobs=2)
+    tokens = np.arange(60, dtype=np.int32)
+    data = {
+        "a": SequenceData(wanted, 0, 3, tokens),
+        "b": SequenceData(SamplingParams(), 0, 3, tokens),
+    }
+    state = scheduler.init(LIMITS)
+    for name, length in (("a", 2), ("b", 5)):
+        state = scheduler.submit(state, Request(name, 3, length))
+    plans = []
+    for _ in range(5):
+        state, plan = scheduler.schedule(state, "fcfs")
+        plans.append(plan)
+        state, _ = scheduler.commit(state, plan, [9] * len(plan.seqs))
+    assert [len(plan.seqs) for plan in plans] == [2, 2, 1, 1, 1]
+    batch = pack(plans[1], data, shapes, BLANKS)
+    _, both_rows = packed(plans[1], batch, StepShape(4, 4), BLANKS[4], Sources())
+    assert both_rows is not None
+    one_row = pack_next(both_rows, plans[2], data, shapes, BLANKS, Sources())
+    assert (one_row is None) == plain
+
+
 @pytest.mark.parametrize("programs_for_decodes", [False, True])
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @drawn.examples(4, 300)

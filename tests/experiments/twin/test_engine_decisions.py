@@ -140,8 +140,9 @@ def step_by_step(engine: Any, items: Any, submitted: np.ndarray, ends: dict[str,
 
 
 def test_an_engine_in_time_decides_as_the_scheduler_on_arrays(llm, weights, policy, tmp_path):
-    """Whenever requests arrive by the clock of this machine."""
+    """Whenever requests arrive by the clock of this machine; so soon that some wait on a fast one."""
     requests = drawn()
+    requests = requests._replace(arrival=requests.arrival // 100)
     engine = llm.engine
     engine.record(tmp_path / "run.jsonl", times=True)
     drive(engine, simulated.items_of(requests), simulated.SAMPLING)
