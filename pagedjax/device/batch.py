@@ -41,14 +41,16 @@ class SamplingBatch(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the program of these arrays draws by temperature alone, without
-        log-probabilities.
-        """
-        return self.num_top is None and self.features is None
+        """Whether the program of these arrays draws by temperature alone."""
+        return self.features is None
 
     def plain(self) -> SamplingBatch:
         """The arrays for such a program."""
-        return self._replace(num_top=None, features=None)
+        return self._replace(features=None)
+
+    def without_logprobs(self) -> SamplingBatch:
+        """The arrays for a program without log-probabilities of samples."""
+        return self._replace(num_top=None)
 
 
 class Batch(NamedTuple):
@@ -158,6 +160,7 @@ class StepShape(NamedTuple):
     span: int = 1  # the program computes so many steps, all of decodes (span.py)
     prompt_logprobs: bool = False  # log-probabilities of prompt tokens are wanted
     plain: bool = False  # see `SamplingBatch.is_plain`
+    logprobs: bool = True  # those of samples are in the program; a plain one may have none
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,8 @@ class Shapes(NamedTuple):
     # T of the steps that give log-probabilities of prompt tokens, ascending, some of `tokens` with
     # the largest; (): all of them
     prompt_buckets: tuple[int, ...] = ()
-    # whether steps have programs of their own if no row has an option or wants log-probabilities, and
-    # so have the drafts of such rows
+    # whether steps have programs of their own if no row has an option, without log-probabilities if no
+    # row wants any; so have the drafts of such rows
     plain: bool = False
 
     def bucket(self, num_tokens: int) -> int:

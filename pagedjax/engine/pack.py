@@ -129,8 +129,10 @@ def pack(
     sampling = _sampling_of_plan(
         plan, data, records, row_of_sample, relative, blanks[r], chain, sources.masks
     )
-    if shapes.plain and targets is None and _is_plain(records):
+    if shapes.plain and not _has_options(records):
         sampling = sampling.plain()
+        if not (records["num_top"] >= 0).any():
+            sampling = sampling.without_logprobs()
     decodes_alone = len(queries.row_of_token) == len(data) and t in shapes.decode_buckets
     batch = Batch(
         tokens=queries.tokens,
@@ -337,9 +339,9 @@ def pack_drafts(
     newest = [row.tokens.item(length - 1) for row, length in zip(data, lengths, strict=True)]
     records = _records(data, chain)
     sampling = _sampling(data, records, lengths, blanks[b], chain)
-    is_plain = shapes.plain and not _has_options(records)
-    # nobody reads log-probabilities of drafts
-    sampling = sampling.plain() if is_plain else sampling._replace(num_top=None)
+    sampling = sampling.without_logprobs()  # nobody reads those of drafts
+    if shapes.plain and not _has_options(records):
+        sampling = sampling.plain()
     drafts = _drafts_of_samples(plan, rows, b) if shape.samples else ()
     tables = _tables(seqs, data, b, shapes)
     batch = DraftBatch(
@@ -351,7 +353,7 @@ def pack_drafts(
         samples=_padded(drafts, shape.samples),
         group_tables=tuple(tables[1:]) if shapes.draft_layout else (),
     )
-    return replace(shape, plain=is_plain), batch
+    return replace(shape, plain=sampling.is_plain), batch
 
 
 def _drafts_of_samples(plan: Plan, rows: Sequence[int], b: int) -> np.ndarray:
@@ -426,11 +428,6 @@ def _targets(
 def _records(data: Sequence[SequenceData], chain: RowChain) -> np.ndarray:
     """Of each row, the record of its options."""
     return np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
-
-
-def _is_plain(records: np.ndarray) -> bool:
-    """Whether no row uses a sampling option, or wants log-probabilities of its samples."""
-    return not _has_options(records) and bool((records["num_top"] < 0).all())
 
 
 def _has_options(records: np.ndarray) -> bool:

@@ -114,8 +114,8 @@ def pack_next(
     if count < len(arrivals):
         if _has_features(before):
             return None  # their rows would move, too
-        if shapes.plain and not before.shape.plain:
-            return None  # the rows that are left may be plain
+        if shapes.plain and (before.shape.logprobs or not before.shape.plain):
+            return None  # the rows that are left may have a smaller program
         _keep_rows(arrays, tables, rows, len(arrivals))
         arrivals = pick(arrivals, rows.tolist())
     _write_tables(tables, _seqs_before(before, rows), plan.seqs)

@@ -481,9 +481,11 @@ def _compiler(
 
 def _blank_step(spec: ProgramSpec, shape: StepShape) -> Batch:
     """A batch that computes nothing, of the shape of a program."""
-    batch = spec.inputs.steps[shape._replace(prompt_logprobs=False, plain=False)]
-    if shape.plain:
-        batch = batch._replace(sampling=batch.sampling.plain())
+    batch = spec.inputs.steps[shape._replace(prompt_logprobs=False, plain=False, logprobs=True)]
+    sampling = batch.sampling.plain() if shape.plain else batch.sampling
+    if not shape.logprobs:
+        sampling = sampling.without_logprobs()
+    batch = batch._replace(sampling=sampling)
     if shape.prompt_logprobs:
         batch = batch._replace(targets=np.full(shape.tokens, -1, np.int32))
     return batch
@@ -622,7 +624,7 @@ def _blank_drafts(
         positions=zeros,
         counts=zeros,
         block_tables=table,
-        sampling=blanks[shape.rows]._replace(num_top=None),
+        sampling=blanks[shape.rows].without_logprobs(),
         samples=np.zeros(shape.samples, np.int32),
         group_tables=(table,) * (groups - 1),
     )

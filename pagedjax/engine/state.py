@@ -737,6 +737,7 @@ def packed_plans(
         span=len(plans),
         prompt_logprobs=batch.targets is not None,
         plain=batch.sampling.is_plain,
+        logprobs=batch.sampling.num_top is not None,
     )
     transfer, step = packed(plan, batch, shape, blanks[shape.samples], sources, plans[-1])
     return shape, transfer, step or past

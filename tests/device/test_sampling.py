@@ -242,14 +242,19 @@ def test_a_plain_program_draws_the_same_tokens_and_has_fewer_operations():
     rows = [{"temperature": 0.7 * (i % 3), "seed": i, "position": 2 * i} for i in range(B)]
     s, history = batch(rows)
     plain = s.plain()
+    smallest = plain.without_logprobs()
     assert plain.is_plain
     assert not s.is_plain
     seed = np.uint32(ENGINE_SEED)
     expected = sampled(logits, s, history, seed)
-    chex.assert_trees_all_equal(at_once(logits, plain, history, seed), expected)
-    chex.assert_trees_all_equal(in_tiles(logits, plain, history, seed), expected)
-    texts = [str(jax.make_jaxpr(sample)(logits, x, history, np.uint32(0))) for x in (s, plain)]
-    assert 5 * len(texts[1]) < len(texts[0])
+    for fewer in (plain, smallest):
+        chex.assert_trees_all_equal(at_once(logits, fewer, history, seed), expected)
+        chex.assert_trees_all_equal(in_tiles(logits, fewer, history, seed), expected)
+    arrays = s, plain, smallest
+    texts = [str(jax.make_jaxpr(sample)(logits, x, history, np.uint32(0))) for x in arrays]
+    whole, without_options, without_both = map(len, texts)
+    assert without_both < without_options < whole / 2
+    assert 5 * without_both < whole
 
 
 def test_without_log_probabilities_a_program_has_none():

@@ -132,7 +132,8 @@ def test_the_program_for_log_probabilities_of_prompts_is_compiled_when_one_is_wa
         assert results[0].logprobs[0].prompt
         assert [result.padded_tokens for result in results] == [16, 2, 2]
     assert sum(counts[1]) == 0
-    assert list(engine.runtime.prompt_programs) == [StepShape(16, 4, prompt_logprobs=True)]
+    shape = StepShape(16, 4, prompt_logprobs=True, plain=True, logprobs=False)
+    assert list(engine.runtime.prompt_programs) == [shape]
 
 
 @pytest.mark.default_cases("{}")

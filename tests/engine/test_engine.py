@@ -88,8 +88,9 @@ def test_small_blocks_a_small_budget_and_preemption_change_no_token(tiny, expect
     assert tokens == expected
 
 
-def test_no_step_compiles_after_start_up(engine):
+def test_no_step_compiles_after_start_up(tiny):
     """Only log-probabilities of prompts and side outputs have programs that are compiled later."""
+    engine = small_llm(tiny, compilation="eager").engine
     features = [
         {"temperature": 0.0},
         {"temperature": 1.3, "top_k": 5, "min_p": 0.1},

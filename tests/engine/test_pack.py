@@ -117,24 +117,31 @@ def test_an_empty_plan_is_all_padding():
 
 
 @pytest.mark.parametrize(
-    ("params", "plain"),
+    ("params", "plain", "logprobs"),
     [
-        (GREEDY, True),
-        (SamplingParams(temperature=0.7, seed=3), True),
-        (SamplingParams(temperature=0, logprobs=0), False),
-        (SamplingParams(temperature=0.7, top_p=0.5), False),
-        (SamplingParams(temperature=0, logit_bias={3: 1.0}), False),
-        (SamplingParams(temperature=0, prompt_logprobs=0), False),
+        (GREEDY, True, False),
+        (SamplingParams(temperature=0.7, seed=3), True, False),
+        (SamplingParams(temperature=0, logprobs=0), True, True),
+        (SamplingParams(temperature=0, prompt_logprobs=0), True, False),
+        (SamplingParams(temperature=0.7, top_p=0.5), False, True),
+        (SamplingParams(temperature=0, logit_bias={3: 1.0}), False, True),
     ],
 )
-def test_a_step_is_plain_if_the_engine_has_such_programs_and_no_row_has_an_option(params, plain):
+def test_a_step_is_plain_if_the_engine_has_such_programs_and_no_row_has_an_option(
+    params, plain, logprobs
+):
+    """It has log-probabilities if a row wants them."""
     row = ("a", sequence_data([1, 2], 2, params), 0, 2, (1,))
     with_plain = packed(*MIXED, row, shapes=SHAPES._replace(max_seqs=4, plain=True))
     without = packed(*MIXED, row, shapes=SHAPES._replace(max_seqs=4))
     assert with_plain.sampling.is_plain == plain
+    assert (with_plain.sampling.num_top is not None) == logprobs
     assert not without.sampling.is_plain
+    assert without.sampling.num_top is not None
     if plain:
         without = without._replace(sampling=without.sampling.plain())
+    if not logprobs:
+        without = without._replace(sampling=without.sampling.without_logprobs())
     chex.assert_trees_all_equal(with_plain, without)
 
 

@@ -114,8 +114,8 @@ def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(one_layer
 
 
 def test_a_lazy_engine_has_small_programs_for_steps_without_options(one_layer):
-    """One is compiled for the first request, and the whole one for the first with an option; both
-    give a request the same tokens.
+    """One is compiled for the first request, another one for the first with log-probabilities, and
+    the whole one for the first with an option; all give a request the same tokens.
     """
     llm = small_llm(one_layer)
     compiled = llm.engine.runtime.programs
@@ -123,10 +123,15 @@ def test_a_lazy_engine_has_small_programs_for_steps_without_options(one_layer):
     drawn = SamplingParams(temperature=0.9, seed=4, max_tokens=6, ignore_eos=True)
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
     tokens_alone = token_ids(llm, prompts, [GREEDY, drawn])
-    assert set(compiled) == {shape._replace(plain=True)}
+    smallest = shape._replace(plain=True, logprobs=False)
+    assert set(compiled) == {smallest}
+    with_logprobs = shape._replace(plain=True)
+    tokens = token_ids(llm, [*prompts, prompts[0]], [GREEDY, drawn, greedy(4, logprobs=1)])
+    assert set(compiled) == {smallest, with_logprobs}
+    assert tokens[:2] == tokens_alone
     with_options = [greedy(4, logprobs=1), greedy(4, frequency_penalty=0.5)]
     tokens = token_ids(llm, [*prompts, *prompts], [GREEDY, drawn, *with_options])
-    assert set(compiled) == {shape._replace(plain=True), shape}
+    assert set(compiled) == {smallest, with_logprobs, shape}
     assert tokens[:2] == tokens_alone
 
 

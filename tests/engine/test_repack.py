@@ -84,6 +84,7 @@ def check_next(
         return None
     batch = pack(plan, data, shapes, BLANKS, sources=sources)
     assert step.shape.plain == batch.sampling.is_plain
+    assert step.shape.logprobs == (batch.sampling.num_top is not None)
     transfer = joined(batch)
     assert (step.transfer.tree, step.transfer.layout) == (transfer.tree, transfer.layout)
     expected = transfer.words.copy()
@@ -143,6 +144,7 @@ def run(seed: int, *, looks_ahead: bool, programs_for_decodes: bool) -> Counter[
                     batch.cu_q_lens is None,
                     len(plans),
                     plain=batch.sampling.is_plain,
+                    logprobs=batch.sampling.num_top is not None,
                 )
                 _, step = packed(whole, batch, shape, BLANKS[shape.samples], sources, plan)
             past = step or past
@@ -170,7 +172,9 @@ def test_behind_the_last_row_with_log_probabilities_an_engine_with_plain_program
         state, _ = scheduler.commit(state, plan, [9] * len(plan.seqs))
     assert [len(plan.seqs) for plan in plans] == [2, 2, 1, 1, 1]
     batch = pack(plans[1], data, shapes, BLANKS)
-    _, both_rows = packed(plans[1], batch, StepShape(4, 4), BLANKS[4], Sources())
+    assert batch.sampling.is_plain == plain
+    shape = StepShape(4, 4, plain=plain)
+    _, both_rows = packed(plans[1], batch, shape, BLANKS[4], Sources())
     assert both_rows is not None
     one_row = pack_next(both_rows, plans[2], data, shapes, BLANKS, Sources())
     assert (one_row is None) == plain
