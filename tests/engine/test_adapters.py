@@ -18,7 +18,7 @@ import pytest
 from pagedjax import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from pagedjax.engine import compilations
 from pagedjax.models import initial_factors
-from pagedjax.weights.adapter_files import adapter_of
+from pagedjax.weights.adapter_files import adapter_of, read_adapter
 from tests.engine.runs import greedy, logprobs_of, sampled, steps, token_ids
 from tests.refusals import refused
 from tests.weights.tiny import tiny_llama
@@ -186,6 +186,18 @@ def test_an_adapter_that_no_request_needs_gives_way_to_a_later_one(model, folder
     for names in (["one", "two"], ["one"], ["three", None], ["two", "three"]):
         check(llm, requests(folders, names), alone, *names)
     assert set(slots_of(llm)) == {"two", "three"}
+
+
+def test_an_adapter_of_an_unfinished_request_gives_no_way(model, folders):
+    engine = lora_llm(model, max_loras=2).engine
+    config = engine.model.config
+    one, two, three = (read_adapter(folder, config, name) for name, folder in folders.items())
+    engine.load_adapter(one, keep=False)
+    engine.add("a", PROMPTS[0], greedy(3), adapter="one")
+    engine.load_adapter(two, keep=False)
+    engine.load_adapter(three, keep=False)
+    assert set(engine.adapters) == {"one", "three"}, "'one' is older"
+    engine.cancel("a")
 
 
 def test_a_kept_adapter_stays_until_it_is_unloaded(model, folders, alone):

@@ -115,6 +115,17 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(seed, stops, penalty, lengt
     assert [sequence.score for sequence in sequences] == pytest.approx(scores[: len(sequences)])
 
 
+@pytest.mark.parametrize(("tokens", "finished"), [((3, 9, 4), [(9,)]), ((3, 4, 9), [])])
+def test_an_end_behind_the_best_continuations_is_dropped(tokens, finished):
+    """Token 9 stops. Two beams."""
+    params = BeamSearchParams(beam_width=2, max_tokens=5)
+    search, continuations = beams.start(params, frozenset({9})).advance(
+        [Offer(tokens, (-1.0, -2.0, -3.0))]
+    )
+    assert [sequence.token_ids for sequence in search.finished] == finished
+    assert [continuation.token_id for continuation in continuations] == [3, 4]
+
+
 def test_early_stopping_decides_when_the_search_ends():
     """Token 0 stops. Two beams; the second finished sequence is poor, and a running beam would beat
     it later.
