@@ -68,10 +68,10 @@ def greedy(model, impl: str, **options) -> tuple[list[tuple[int, ...]], LLM]:
     return [out.outputs[0].token_ids for out in llm.generate(prompts, params)], llm
 
 
-def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folder, own):
+def test_own_implementation_in_one_file_gives_the_tokens_of_reference(one_layer_folder, own):
     """A wrapper of `reference` whose pages have rows of two tokens."""
-    expected, _ = greedy(tiny_folder, "reference")
-    tokens, llm = greedy(tiny_folder, own)
+    expected, _ = greedy(one_layer_folder, "reference")
+    tokens, llm = greedy(one_layer_folder, own)
     assert tokens == expected
     assert llm.engine.config.attention_impl == own
     file = attention.find(own).attend.__globals__

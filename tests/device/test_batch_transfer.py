@@ -15,6 +15,8 @@ from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
 from pagedjax.options.params import SamplingParams
 
+pytestmark = pytest.mark.few_optimisations
+
 SHAPES = Shapes(
     tokens=(4, 8), max_seqs=3, block_size=4, table_width=5, max_model_len=20, vocab_size=50
 )
@@ -38,6 +40,13 @@ def batch_of(shapes: Shapes, counts: tuple[int, ...]):
     return pack(plan, data, shapes, blanks)
 
 
+@pytest.mark.default_cases(
+    "mixed-False",
+    "mixed-True",
+    "decodes alone-True",
+    "a KV policy-True",
+    "two groups of layers-True",
+)
 @pytest.mark.parametrize("fed", [False, True])
 @pytest.mark.parametrize(
     "shapes",

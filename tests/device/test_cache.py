@@ -20,6 +20,8 @@ from pagedjax.host.types import EMPTY_PLAN
 from tests import quick_compiler
 from tests.refusals import refused
 
+pytestmark = pytest.mark.few_optimisations
+
 SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}
 DIMS = chex.Dimensions(P=6, K=2, S=8, D=4)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -154,13 +155,18 @@ def test_results_are_those_of_a_loop_over_tokens_and_their_experts(name):
             gate = x.astype(np.float64) @ np.asarray(mlp.router.weight[-1], np.float64)
             shared /= 1 + np.exp(-gate[:, None])
         expected += shared
-    y, routed = mlp.routed(jnp.asarray(x), norm=None, residual=jnp.asarray(x))
+
+    @jax.jit
+    def computed(x: jax.Array, used: jax.Array) -> Any:
+        """With a residual, and of the first tokens."""
+        return mlp.routed(x, norm=None, residual=x), mlp.routed(x, norm=None, used=used)
+
+    (y, routed), (padded, _) = computed(x, np.array([20], np.int32))
     chex.assert_trees_all_close(np.asarray(y), (expected + x).astype(np.float32), atol=2e-5)
     chosen = np.array([list(weights) for weights in routes], np.int32)
     weights = np.array([list(weights.values()) for weights in routes], np.float32)
     chex.assert_trees_all_equal(np.asarray(routed.experts), chosen)
     chex.assert_trees_all_close(np.asarray(routed.weights), weights, atol=1e-6)
-    padded, _ = mlp.routed(jnp.asarray(x), norm=None, used=jnp.array([20], jnp.int32))
     chex.assert_trees_all_close(
         np.asarray(padded)[:20], expected[:20].astype(np.float32), atol=2e-5
     )
@@ -173,7 +179,7 @@ def test_scores_that_are_not_rounded_choose_as_float32_does():
     chosen = {}
     for rounds in (True, False):
         mlp, _ = random_mlp(replace(e, rounds_scores=rounds), "bfloat16")
-        routes, _ = mlp.router(x)
+        routes, _ = jax.jit(mlp.router)(x)
         chosen[rounds] = np.asarray(routes.experts)
     expected = plain_routes(mlp, np.asarray(x, np.float32), e)
     expected = np.array([list(weights) for weights in expected], np.int32)

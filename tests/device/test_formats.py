@@ -32,6 +32,8 @@ from tests.engine.runs import SMALL, greedy, token_ids
 from tests.refusals import refused
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
+pytestmark = pytest.mark.few_optimisations
+
 SCALES = "_scales"
 GREEDY = greedy(8)
 PROMPTS = [list(range(3, 40)), [7, 8, 9]]

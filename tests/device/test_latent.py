@@ -203,7 +203,7 @@ def test_a_layer_is_that_of_its_definition_for_chunks_of_any_size(impl, query_ra
     rows in the same step are absorbed.
     """
     assert LATENT.expands_from == 6
-    for size in range(1, 10):
+    for size in (1, 2, 5, 6, 7, 9):
         check_steps(query_rank, impl, block_size, chunks_of(size))
     check_steps(query_rank, impl, block_size, [(7, 1, 2), (1, 0, 7), (15, 0, 0)])
 
@@ -241,9 +241,10 @@ def test_absorbed_and_expanded_chunks_have_one_result(impl):
     for name, form in (("expanded", usual), ("absorbed", usual._replace(expanded=None))):
         attend = attention.Bound(form, layer.config.attn_scale)
         run_layer = jax.jit(partial(layer.module, attend=attend, norm=None))
-        y, _ = run_layer(x, pages, jax.tree.map(jnp.asarray, batch), angles)
+        lowered = run_layer.lower(x, pages, batch, angles)
+        programs[name] = lowered.as_text()
+        y, _ = lowered.compile()(x, pages, batch, angles)
         results[name] = np.asarray(y)[:32]
-        programs[name] = run_layer.lower(x, pages, batch, angles).as_text()
     assert programs["expanded"] != programs["absorbed"]
     chex.assert_trees_all_close(results["expanded"], results["absorbed"], atol=ATOL)
 
@@ -264,9 +265,12 @@ def test_taps_get_the_weights_of_the_definition(impl, on_a_tpu):
     angles = jnp.asarray(angle_tables(layer.config))[:, :, last.positions]
     attend = attention.attend(impl, layer.config.attn_scale)
     queries = np.pad(x[-1:], ((0, 2), (0, 0)))
-    weights = layer.module.weights(
-        queries, pages["k"], jax.tree.map(jnp.asarray, last), angles, attend, (0, 2), norm=None
-    )
+
+    @jax.jit
+    def weights_of(queries: jax.Array, pages: jax.Array, last: Batch) -> jax.Array:
+        return layer.module.weights(queries, pages, last, angles, attend, (0, 2), norm=None)
+
+    weights = weights_of(queries, pages["k"], last)
     right = defined(layer, x.astype(np.float64)).weights[[0, 2], -1]
     chex.assert_trees_all_close(np.asarray(weights)[0, :, :length], right, atol=ATOL)
 

@@ -287,11 +287,11 @@ def test_an_implementation_that_cannot_serve_raises_with_its_reason(platform, fa
         linear.choose("cpu", Device(platform), **FACTS | facts)
 
 
-def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folder, tmp_path):
+def test_own_implementation_in_one_file_gives_the_tokens_of_reference(one_layer_folder, tmp_path):
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     name = f"{tmp_path}/own.py:MINE"
-    results, llm = outputs(tiny_folder, name)
-    chex.assert_trees_all_equal(results, outputs(tiny_folder, "reference")[0])
+    results, llm = outputs(one_layer_folder, name)
+    chex.assert_trees_all_equal(results, outputs(one_layer_folder, "reference")[0])
     assert llm.engine.config.linear_impl == name
     assert linear.find(name).obstacle.__globals__["prepared"] == [
         {"dtype": "float32", "weight_dtype": "float32", "low_rank": False}

@@ -260,7 +260,9 @@ def test_ragged_chunks_through_the_cache_give_the_logits_of_plain_numpy(folder):
         chex.assert_trees_all_close(got, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("bfloat16", 8), pytest.param("float16", 11, marks=pytest.mark.slow)]
+)
 def test_half_precision_is_as_near_as_its_bits(tiny, tiny_folder, dtype, bits):
     model = load_model(tiny_folder, dtype=dtype).model
     assert {str(a.dtype) for a in jax.tree.leaves(nnx.filter_state(model.params, nnx.Param))} == {

@@ -19,6 +19,8 @@ from tests.device.test_linear_impl import random_params
 from tests.refusals import refused
 from tests.weights.tiny import llama3_scaling
 
+pytestmark = pytest.mark.few_optimisations
+
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}
 FACTORS = [1.0 + 0.5 * i for i in range(8)]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import chex
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pagedjax.device import cache as caches
 from pagedjax.device.batch import Batch, blank_sampling
 from pagedjax.device.extras import Span
 from pagedjax.device.span import _step_of, decode_span
 from tests.refusals import refused
+
+pytestmark = pytest.mark.few_optimisations
 
 SIZE = 4
 TABLES = np.array([[3, 5], [7, 0], [0, 0]], np.int32)  # two rows, and padding

@@ -10,6 +10,8 @@ import pytest
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.row_features.token_mask import token_mask
 
+pytestmark = pytest.mark.few_optimisations
+
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 320, 1000])
 def test_a_bit_is_a_token(vocab):

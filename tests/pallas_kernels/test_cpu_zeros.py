@@ -13,9 +13,14 @@ from pallas_kernels.shared.cpu.zeros import zeros
 pytest.importorskip("llvmlite", reason="the `cpu` extra is not installed")
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5000), (200, 3, 16, 64), (0, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "uint16", "uint8"])
-def test_all_numbers_are_zero_also_in_memory_that_was_used_before(shape, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *(("float32", shape) for shape in [(), (7,), (3, 5000), (200, 3, 16, 64), (0, 4)]),
+        *((dtype, (3, 5000)) for dtype in ("uint16", "uint8")),
+    ],
+)
+def test_all_numbers_are_zero_also_in_memory_that_was_used_before(dtype, shape):
     used = jnp.ones(shape, dtype) * 7
     jax.block_until_ready(used)
     del used

@@ -114,7 +114,7 @@ def test_decodes_of_contexts_around_a_block_border(heads, s, dtype, mode):
     check(case_of(decodes(s, 70), heads, s, dtype), mode)
 
 
-@shapes((128, 8, "bfloat16", "on_wait"))
+@shapes((16, 8, "bfloat16", "on_wait"))
 def test_chunks_of_contexts_around_a_block_border(heads, s, dtype, mode):
     check(case_of(chunks(s, (19, s + 30)), heads, s, dtype), mode)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import chex
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -82,7 +82,6 @@ SLOW = {(name, case_name, "float32") for name in INTEGERS for case_name in ("a t
 }
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a token", "deep")),
-    *(("q5_0", name, "float32") for name in ("a token", "deep", "gates")),
     ("q4_0", "a chunk", "bfloat16"),
     ("any", "rows", "float32"),
     *(("q4_k_super", name, "float32") for name in ("a token", "deep", "gates")),
@@ -133,7 +132,7 @@ def test_int8_by_row_is_packed_and_read_again_without_loss(inputs):
     assert packed.dtype == (np.int8 if inputs == 40 else np.uint8)
     chex.assert_trees_all_equal(impl.unpack(packed, matrix), weight)
     ids = np.array([3, 69, 0], np.int32)
-    rows = impl.gather(jnp.asarray(packed), matrix, jnp.asarray(ids))
+    rows = jax.jit(impl.gather, static_argnums=1)(packed, matrix, ids)
     chex.assert_trees_all_equal(np.asarray(rows, np.float32), weight[ids].astype(np.float32))
     if inputs == 40:
         chex.assert_trees_all_equal(run(arguments, "cpu_int8"), run(arguments, "cpu"))

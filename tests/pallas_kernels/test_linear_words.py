@@ -141,7 +141,7 @@ def test_int8_and_all_blocks_have_words():
 @pytest.mark.parametrize("sizes", [(3, 0, 30, 7), (0, 0, 1, 0), (0, 0, 0, 0), (16, 8, 0, 16)])
 def test_the_tokens_of_a_matrix_begin_a_tile(sizes, tile):
     x = np.arange(1, 41, dtype=np.float32)[:, None]
-    rows = words.dealt(jnp.asarray(x), jnp.asarray(sizes, jnp.int32), tile)
+    rows = jax.jit(words.dealt, static_argnums=2)(x, np.array(sizes, np.int32), tile)
     expected = []
     owners = []
     first = 0

@@ -167,7 +167,7 @@ def test_tiles_of_any_number_of_query_heads(g):
 
 def test_a_chunk_in_the_middle_of_a_long_context_beside_decodes():
     assert_contract(
-        make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=3, g=3, d=64), "cpu"
+        make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=1, g=3, d=64), "cpu"
     )
 
 
@@ -206,14 +206,14 @@ def test_time_depends_on_the_window_and_not_on_the_context():
     """A window of 1/40 of the context, or of 1/20 with a tile, takes far less than a third of the
     time.
     """
-    for rows, t in (([(1, 4000)] * 16, 16), ([(400, 4000)], 400)):
+    for rows, t in (([(1, 4000)] * 8, 8), ([(200, 4000)], 200)):
         case = make(rows, t=t, b=len(rows), k=3, g=3, d=64)
         arguments = jax.device_put(case.arguments)
 
         def best(window, arguments=arguments):
             call = partial(paged_attention, *arguments, scale=0.125, impl="cpu", window=window)
             jax.block_until_ready(call())
-            return min(timeit.repeat(lambda: jax.block_until_ready(call()), number=1, repeat=9))
+            return min(timeit.repeat(lambda: jax.block_until_ready(call()), number=1, repeat=7))
 
         assert best(100) < best(None) / 3
 

@@ -195,9 +195,10 @@ def test_heads_of_smollm2(rows, mode):
     check(Case(rows, heads=3, group=3), mode)
 
 
-@pytest.mark.parametrize("stages", [2, slow(3), slow(4)])
+@pytest.mark.slow  # those above have three for decodes and two for chunks
+@pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize(
-    "rows", [decodes(16, 200), slow([(40, 200), (2, 90)])], ids=["decodes", "chunks"]
+    "rows", [decodes(16, 200), [(40, 200), (2, 90)]], ids=["decodes", "chunks"]
 )
 def test_rings_with_more_stages(rows, stages):
     check(Case(rows), "eager", tiles=SMALL._replace(decode_stages=stages, chunk_stages=stages))

@@ -14,6 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.races import MODES, without_races
 
+pytestmark = pytest.mark.few_optimisations
+
 X = jnp.arange(1024, dtype=jnp.float32).reshape(8, 128)
 
 

@@ -50,6 +50,13 @@ def tool_server(tiny_long) -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture(scope="session")
+def tool_http(tool_server) -> Iterator[httpx.Client]:
+    """One for all tests: to make a client takes longer than to ask."""
+    with httpx.Client(base_url=tool_server.url, timeout=60) as plain:
+        yield plain
+
+
+@pytest.fixture(scope="session")
 def tool_client(tool_server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
         base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=120

@@ -111,7 +111,7 @@ def small(tiny) -> Iterator[httpx.Client]:
         assert client.get("/viewer/steps").status_code < 500
 
 
-@drawn.examples(60, 800)
+@drawn.examples(30, 800)
 def test_any_body_is_answered_or_refused_with_a_sentence(small, number):
     def holds(case: tuple[str, Any]) -> None:
         route, body = case

@@ -10,7 +10,7 @@ import httpx
 from tests.engine.runs import answers, greedy
 from tests.server.support import GREEDY, idle, server_llm, serving, streamed_texts, wait_until
 
-CLIENTS = 80
+CLIENTS = 40
 
 
 def leave_while_running(server, **options) -> None:

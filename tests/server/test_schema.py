@@ -12,7 +12,7 @@ from schemathesis.checks import not_a_server_error
 
 from tests.server.support import server_llm, serving_without_leaks
 
-EXAMPLES = 4  # of each operation
+EXAMPLES = 2  # of each operation
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-import httpx
 import jsonschema
 import openai
 import pytest
@@ -64,29 +63,28 @@ def test_a_call_is_valid(tool_client, choice):
 
 
 def test_a_stream_has_the_calls_of_the_whole_answer(tool_client):
-    for seed in range(2):
-        arguments = {"tool_choice": "required", "seed": seed, "n": 2, "max_tokens": 150}
-        unstreamed = create(tool_client, **arguments).choices
-        calls = [{}, {}]
-        reasons = ["", ""]
-        chunks = create(tool_client, stream=True, **arguments)
-        for choice in [choice for chunk in chunks for choice in chunk.choices]:
-            reasons[choice.index] = choice.finish_reason or ""
-            assert not choice.delta.content
-            for piece in choice.delta.tool_calls or ():
-                entry = calls[choice.index].setdefault(
-                    piece.index, [piece.id, piece.function.name, ""]
-                )
-                assert piece.id in (None, entry[0])
-                assert (piece.id is None) == (piece.function.name is None) == (piece.type is None)
-                entry[2] += piece.function.arguments
-        assert reasons == [expected.finish_reason for expected in unstreamed]
-        for expected, streamed in zip(unstreamed, calls, strict=True):
-            functions = [call.function for call in expected.message.tool_calls]
-            assert [tuple(call[1:]) for call in streamed.values()] == [
-                (function.name, function.arguments) for function in functions
-            ]
-            assert list(streamed) == list(range(len(functions)))
+    """One choice ends with a call, and one within its second."""
+    arguments = {"tool_choice": "required", "seed": 10, "n": 2, "max_tokens": 150}
+    unstreamed = create(tool_client, **arguments).choices
+    assert {choice.finish_reason for choice in unstreamed} == {"tool_calls", "length"}
+    calls = [{}, {}]
+    reasons = ["", ""]
+    chunks = create(tool_client, stream=True, **arguments)
+    for choice in [choice for chunk in chunks for choice in chunk.choices]:
+        reasons[choice.index] = choice.finish_reason or ""
+        assert not choice.delta.content
+        for piece in choice.delta.tool_calls or ():
+            entry = calls[choice.index].setdefault(piece.index, [piece.id, piece.function.name, ""])
+            assert piece.id in (None, entry[0])
+            assert (piece.id is None) == (piece.function.name is None) == (piece.type is None)
+            entry[2] += piece.function.arguments
+    assert reasons == [expected.finish_reason for expected in unstreamed]
+    for expected, streamed in zip(unstreamed, calls, strict=True):
+        functions = [call.function for call in expected.message.tool_calls]
+        assert [tuple(call[1:]) for call in streamed.values()] == [
+            (function.name, function.arguments) for function in functions
+        ]
+        assert list(streamed) == list(range(len(functions)))
 
 
 def test_an_answer_may_be_text(tool_client):
@@ -152,9 +150,9 @@ def test_log_probabilities_are_those_of_all_tokens(tool_client):
     assert sum(counts) == answer.usage.completion_tokens
 
 
-def test_the_tokens_of_a_prompt_include_its_tools(tool_server):
+def test_the_tokens_of_a_prompt_include_its_tools(tool_http):
     plain, with_tools = (
-        httpx.post(f"{tool_server.url}/tokenize", json={"messages": MESSAGES, **tools}).json()
+        tool_http.post("/tokenize", json={"messages": MESSAGES, **tools}).json()
         for tools in ({}, {"tools": TOOLS})
     )
     assert with_tools["count"] > plain["count"] + 100
@@ -163,8 +161,8 @@ def test_the_tokens_of_a_prompt_include_its_tools(tool_server):
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
-def test_ignored_keywords_of_tools_are_in_a_header(tool_server):
+def test_ignored_keywords_of_tools_are_in_a_header(tool_http):
     body = options(max_tokens=2, tools=[function("f", parameters=UNIQUE, strict=False)])
-    answer = httpx.post(f"{tool_server.url}/v1/chat/completions", json=body, timeout=60)
+    answer = tool_http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
     assert answer.headers["X-Ignored-Keywords"] == "f#/properties/a/uniqueItems"

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -34,11 +33,11 @@ RIGHT: dict[str, dict[str, Any]] = {
         for case in cases
     ],
 )
-def test_a_wrong_body_is_a_400_that_names_its_field(tool_server, route, case):
+def test_a_wrong_body_is_a_400_that_names_its_field(tool_server, tool_http, route, case):
     wait_until(lambda: idle(tool_server.worker))
     before = tool_server.worker._submitted
     body = {"model": "tiny", **RIGHT[route], **case["body"]}
-    answer = httpx.post(f"{tool_server.url}/v1/{route.split()[0]}", json=body, timeout=60)
+    answer = tool_http.post(f"/v1/{route.split()[0]}", json=body)
     assert answer.status_code == 400, answer.text
     error = error_of(answer)
     assert case["error"] in error["message"] or re.search(case["error"], error["message"]), error

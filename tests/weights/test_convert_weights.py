@@ -39,6 +39,8 @@ from tests.weights.test_quantized import formats_of
 from tests.weights.tiny import tiny_llama
 from tests.weights.tiny_families import write_family
 
+pytestmark = pytest.mark.few_optimisations
+
 STEPS = {"int4-g128": 7, "int4-g64": 7, "int4-g32": 7, "int8": 127}  # of the largest magnitude
 FORMATS_OF = {
     "int4-g128": "int4_128",

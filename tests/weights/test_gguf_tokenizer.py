@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pagedjax.text.tokenizer import Detokenizer, Tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
+from tests import drawn
 from tests.refusals import refused
 from tests.weights.bpe_oracle import (
     GPT2_WORDS,
@@ -48,11 +49,14 @@ def embedded_as(pre: str) -> tuple:
 
 
 @pytest.mark.parametrize("pre", ORACLES)
-@settings(max_examples=60)
-@given(TEXTS)
-def test_pre_tokenizers_equal_brute_force(pre, text):
+@drawn.examples(30, 300)
+def test_pre_tokenizers_equal_brute_force(pre, number):
     tokenizer, oracle = embedded_as(pre)
-    assert tokenizer.encode(text).ids == oracle.encode(text)
+
+    def holds(text: str) -> None:
+        assert tokenizer.encode(text).ids == oracle.encode(text)
+
+    drawn.check(number, holds, TEXTS)
 
 
 @cache
