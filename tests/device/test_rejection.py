@@ -207,6 +207,20 @@ def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_inde
     assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > MIN_PVALUE
 
 
+def test_draws_behind_drafts_without_probabilities_keep_the_distribution():
+    """The rule alone, without options. Drafts of a drafter on the host have no probabilities."""
+    s, _ = same(RULES["temperature"], 1 << 14)
+    drafts = np.arange(len(s.seed), dtype=np.int32) % V
+    p = distribution(MODEL, RULES["temperature"])
+    weights = np.broadcast_to(p.astype(np.float32), (len(drafts), V))
+    draws_of = jax.jit(rejection.draw_or_accept, compiler_options=LESS)
+    tokens = np.asarray(draws_of(weights, s, SEED, Drafted(drafts)))
+    for token in range(V):
+        of_draft = tokens[token::V]
+        assert pvalue(of_draft, p) > MIN_PVALUE, token
+        assert_share(of_draft == token, p[token])
+
+
 @pytest.mark.slow
 def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
     """As drafters on the host."""
