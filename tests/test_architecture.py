@@ -5,11 +5,12 @@ import loads.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import FrameType
 
@@ -127,29 +128,46 @@ def files(package: str) -> dict[str, Path]:
     return paths
 
 
-def modules(package: str) -> dict[str, ast.Module]:
-    """Every module of a package by its dotted name."""
-    return {
-        name: ast.parse(path.read_text("utf-8"), str(path)) for name, path in files(package).items()
-    }
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the tests ask about a module. Its syntax tree is a thousand times as large."""
+
+    imports: frozenset[str]  # names, as of `imported`
+    imports_with_types: frozenset[str]  # also those for type checkers alone
+    jits: int
+    donations: int
 
 
-def imports(name: str, tree: ast.Module, for_types: bool = False) -> Iterator[str]:
+def facts_of(name: str, source: str) -> Facts:
+    """Reads a module once.
+
+    Args:
+        name: dotted; relative imports start there.
+    """
+    tree = ast.parse(source, name)
+    has_jit = "jit" in source or "donate" in source
+    nodes = list(ast.walk(tree)) if has_jit else []
+    return Facts(
+        frozenset(imported(name, tree)),
+        frozenset(imported(name, tree, for_types=True)),
+        jits(nodes),
+        donations(nodes),
+    )
+
+
+def imported(name: str, tree: ast.Module, for_types: bool = False) -> Iterator[str]:
     """Full names of what a module imports, anywhere in it: `from a import b` is `a.b`.
 
     Args:
         for_types: also what is imported for type checkers alone.
     """
     is_package = (ROOT / Path(*name.split(".")) / "__init__.py").exists()
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if not for_types and _for_type_checkers(node)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in skipped:
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if not for_types and _for_type_checkers(node):
             continue
+        todo += _statements_in(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -162,6 +180,12 @@ def imports(name: str, tree: ast.Module, for_types: bool = False) -> Iterator[st
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+def _statements_in(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a statement's blocks; an import is nowhere else."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        yield from getattr(node, block, ())
+
+
 def _for_type_checkers(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.If)
@@ -170,31 +194,41 @@ def _for_type_checkers(node: ast.AST) -> bool:
     )
 
 
+def jits(nodes: Iterable[ast.AST]) -> int:
+    """Mentions of a function called jit or pjit, however it is imported."""
+    names = {"jit", "pjit"}
+    attributes = sum(isinstance(node, ast.Attribute) and node.attr in names for node in nodes)
+    imports = (node for node in nodes if isinstance(node, ast.ImportFrom))
+    return attributes + sum(alias.name in names for node in imports for alias in node.names)
+
+
+def donations(nodes: Iterable[ast.AST]) -> int:
+    keywords = (node for node in nodes if isinstance(node, ast.keyword))
+    return sum(keyword.arg is not None and keyword.arg.startswith("donate") for keyword in keywords)
+
+
 def within(name: str, *packages: str) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+    return f"{name}.".startswith(tuple(f"{package}." for package in packages))
 
 
 @functools.cache  # read when a test needs it: every worker imports this file
-def all_modules() -> dict[str, ast.Module]:
-    return {name: tree for package in PACKAGES for name, tree in modules(package).items()}
+def all_modules() -> dict[str, Facts]:
+    """Every module of the project by its dotted name."""
+    return {
+        name: facts_of(name, path.read_text("utf-8"))
+        for package in PACKAGES
+        for name, path in files(package).items()
+    }
 
 
 @functools.cache
 def edges(for_types: bool = False) -> list[tuple[str, str]]:
-    """(a module, the name that it imports). for_types: as in `imports`."""
+    """(a module, the name that it imports). for_types: as in `imported`."""
     return [
         (name, target)
-        for name, tree in all_modules().items()
-        for target in sorted(set(imports(name, tree, for_types)))
+        for name, facts in all_modules().items()
+        for target in sorted(facts.imports_with_types if for_types else facts.imports)
     ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _syntax_trees() -> Iterator[None]:
-    """They are a million objects, which later collections of garbage need not look at."""
-    yield
-    edges.cache_clear()
-    all_modules.cache_clear()
 
 
 def module_of(target: str) -> str:
@@ -202,9 +236,11 @@ def module_of(target: str) -> str:
     return target if target in all_modules() else target.rpartition(".")[0]
 
 
-def rule_of(name: str, rules: Mapping[str, object]) -> str | None:
+def rule_of(name: str, rules: Collection[str]) -> str | None:
     """The longest name among the rules that the module lies in."""
-    return max((rule for rule in rules if within(name, rule)), key=len, default=None)
+    while name and name not in rules:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 def folder_of(module: str) -> str:
@@ -253,7 +289,7 @@ def offending(allowed, for_types: bool = False) -> list[str]:
 
 def test_the_walk_sees_imports_of_every_form():
     source = "import a.b, c\nfrom d import e\nfrom . import f\nfrom ..g import h\ndef i():\n    from j.k import l\n"
-    assert set(imports("x.y.z", ast.parse(source))) == {
+    assert facts_of("x.y.z", source).imports == {
         "a.b",
         "c",
         "d.e",
@@ -261,10 +297,12 @@ def test_the_walk_sees_imports_of_every_form():
         "x.g.h",
         "j.k.l",
     }
-    assert set(imports("pagedjax", ast.parse("from .host import types"))) == {"pagedjax.host.types"}
-    for_types = "if TYPE_CHECKING:\n    import a\nimport b"
-    assert set(imports("x", ast.parse(for_types))) == {"b"}
-    assert set(imports("x", ast.parse(for_types), for_types=True)) == {"a", "b"}
+    blocks = "try: import a\nexcept E: import b\nelse: import c\nfinally: import d\nmatch e:\n  case _: import f"
+    assert facts_of("x", blocks).imports == {"a", "b", "c", "d", "f"}
+    assert facts_of("pagedjax", "from .host import types").imports == {"pagedjax.host.types"}
+    for_types = facts_of("x", "if TYPE_CHECKING:\n    import a\nimport b")
+    assert for_types.imports == {"b"}
+    assert for_types.imports_with_types == {"a", "b"}
     assert len(edges()) > 500
 
 
@@ -372,46 +410,21 @@ def test_the_library_never_imports_torch():
     )
 
 
-def jits(tree: ast.Module) -> int:
-    """Mentions of a function called jit or pjit, however it is imported."""
-    names = {"jit", "pjit"}
-    attributes = sum(
-        isinstance(node, ast.Attribute) and node.attr in names for node in ast.walk(tree)
-    )
-    imported = sum(
-        alias.name in names
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    )
-    return attributes + imported
-
-
-def donations(tree: ast.Module) -> int:
-    keywords = (node for node in ast.walk(tree) if isinstance(node, ast.keyword))
-    return sum(keyword.arg is not None and keyword.arg.startswith("donate") for keyword in keywords)
-
-
 def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
     """And a block of layers inside the step, so that one of them is traced for all; `score`, which
     is no step; and a solver that is lowered and never run.
     """
-    assert (
-        jits(
-            ast.parse(
-                "import jax\nfrom jax import jit\n@partial(jax.jit, donate_argnums=0)\ndef f(): nnx.jit"
-            )
-        )
-        == 3
-    )
-    trees = {name: tree for name, tree in all_modules().items() if within(name, "pagedjax")}
-    assert {name: count for name, tree in trees.items() if (count := jits(tree))} == {
+    three = "import jax\nfrom jax import jit\n@partial(jax.jit, donate_argnums=0)\ndef f(): nnx.jit"
+    assert facts_of("x", three).jits == 3
+    assert facts_of("x", three).donations == 1
+    facts = {name: facts for name, facts in all_modules().items() if within(name, "pagedjax")}
+    assert {name: one.jits for name, one in facts.items() if one.jits} == {
         JITTED_IN: 6,
         "pagedjax.device.models.decoder": 1,
         "pagedjax.device.score": 1,
         "pagedjax.engine.kept_programs": 1,
     }
-    assert {name for name, tree in trees.items() if donations(tree)} == {JITTED_IN}
+    assert {name for name, one in facts.items() if one.donations} == {JITTED_IN}
 
 
 def loaded_by(statement: str) -> set[str]:
