@@ -19,7 +19,7 @@ from experiments.laboratory.confirmation import Confirmation, confirm, script_of
 from experiments.laboratory.differences import BLOCKS, KINDS, kind_of_difference
 from experiments.laboratory.past import Past
 from experiments.laboratory.prediction import predict
-from pagedjax import LLM, BeamSearchParams, SamplingParams, routing
+from pagedjax import BeamSearchParams, SamplingParams, routing
 from pagedjax.engine import block_hashes
 from pagedjax.host.policies import POLICIES
 from pagedjax.host.replay import verify, with_own
@@ -37,6 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "wide": {"block_size": 4, "num_blocks": 24, "max_num_seqs": 8},
 }
 BUDGET: dict[str, Any] = {"max_num_batched_tokens": 48, "token_buckets": (48,)}
+OF_FIXTURE = ("--buckets", "48", "--engine", "linear_impl=xla")  # the program of `one_layer`
 OF_THE_SCHEDULER: list[dict[str, Any]] = [  # the programs are the recorded ones
     {"policy": "priority"},
     {"policy": "vtc"},
@@ -202,7 +203,7 @@ def test_what_an_engine_does_otherwise_is_shown(
     record = tmp_path / "engine.jsonl"
     words = [str(small), "--policy", f"{file}:BY_HASH", "--confirm", str(one_layer_folder)]
     report = tmp_path / "report.json"
-    words += ["--buckets", "48", "--record-engine", str(record), "--json", str(report)]
+    words += [*OF_FIXTURE, "--record-engine", str(record), "--json", str(report)]
     page = tmp_path / "page.html"
     assert whatif.main([*words, "--page", str(page)]) == 1
     assert f"Not confirmed by {one_layer_folder}." in page.read_text("utf-8")
@@ -230,8 +231,7 @@ def test_the_command_confirms(small: Path, one_layer_folder, tmp_path: Path, cap
         "priority",
         "--confirm",
         str(one_layer_folder),
-        "--buckets",
-        "48",
+        *OF_FIXTURE,
     ]
     page = tmp_path / "page.html"
     assert whatif.main([*words, "--json", str(report), "--page", str(page)]) == 0
@@ -350,10 +350,11 @@ def test_the_engine_samples_the_recorded_tokens_itself(tmp_path: Path, one_layer
 # --- times ------------------------------------------------------------------------------------------
 
 
-def test_times_are_measured_beside_predicted_ones(tmp_path: Path, one_layer_folder, capsys):
+def test_times_are_measured_beside_predicted_ones(
+    tmp_path: Path, one_layer, one_layer_folder, capsys
+):
     path = tmp_path / "run.jsonl"
-    llm = LLM(one_layer_folder, max_model_len=48, progress=False, **BUDGET, **ENGINES["small"])
-    engine = llm.engine
+    engine = small_llm(one_layer, max_model_len=48, **BUDGET, **ENGINES["small"]).engine
     engine.add("warm", [5], SamplingParams(max_tokens=2))
     while engine.has_work:
         engine.step()
@@ -378,7 +379,7 @@ def test_times_are_measured_beside_predicted_ones(tmp_path: Path, one_layer_fold
         str(one_layer_folder),
         "--real-time",
     ]
-    words += ["--buckets", "48", "--json", str(report)]
+    words += [*OF_FIXTURE, "--json", str(report)]
     output_of_equal_runs(whatif.main([*words, "--loop", "closed", "--policy", "priority"]), capsys)
     printed = output_of_equal_runs(whatif.main(words), capsys)
     result = json.loads(report.read_text())

@@ -16,6 +16,7 @@ from experiments.laboratory.rerun import Change, run
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from tests import drawn, unchanged
 from tests.engine.runs import small_llm
+from tests.experiments.laboratory.test_confirm import BUDGET, ENGINES
 from tests.experiments.laboratory.test_rerun import with_effect
 
 CHANGES = [
@@ -39,15 +40,16 @@ def requests(
     params: list[Params] = []
     for _ in range(count):
         family = draw.randrange(3)
-        prompts.append([family] * draw.randint(1, 40) + draw.choices(range(250), k=8))
+        prompts.append([family] * draw.randint(1, 24) + draw.choices(range(250), k=8))
         if draw.random() < 0.2:
+            del prompts[-1][16:]  # two beams fit into the pool
             params.append(BeamSearchParams(beam_width=2, max_tokens=draw.randint(1, 8)))
             continue
         params.append(
             SamplingParams(
                 temperature=0.0 if greedy else 1.0,
                 seed=draw.randrange(1000),
-                max_tokens=draw.randint(1, 30),
+                max_tokens=draw.randint(1, 15),
                 n=1 if greedy else draw.choice([1, 1, 3]),
                 stop=draw.choice([(), ("a", "e")]),
                 stop_token_ids=draw.choice([(), (7, 30, 99)]),
@@ -70,8 +72,7 @@ def record(llm: LLM, path: Path, prompts: list[list[int]], params: list[Params])
 @drawn.examples(3, 25)
 def test_a_changed_run_is_what_the_engine_does(one_layer, tmp_path: Path, number: int):
     invariant = number > 3
-    sizes: dict[str, Any] = {"num_blocks": 14, "block_size": 8, "token_buckets": (64,)}
-    sizes["batch_invariant"] = invariant
+    sizes = {**BUDGET, **ENGINES["small"], "max_model_len": 48, "batch_invariant": invariant}
     expected = tmp_path / "expected.jsonl"
     second_recording = tmp_path / "again.jsonl"
     preemptions = 0
@@ -83,7 +84,7 @@ def test_a_changed_run_is_what_the_engine_does(one_layer, tmp_path: Path, number
         recorded = record(small_llm(one_layer, **sizes), path, prompts, params)
         rerun.record(second_recording, run(recorded, rerun.unchanged(recorded)))
         assert second_recording.read_text().splitlines() == path.read_text().splitlines()
-        changed = small_llm(one_layer, **sizes, **changes)
+        changed = small_llm(one_layer, **{**sizes, **changes})
         of_engine = record(changed, expected, prompts, params)
         change = Change(of_engine.config, of_engine.policy)
         repeated_run = run(recorded, change)

@@ -62,10 +62,10 @@ def by_scheduler(
         while state.ids:
             state, plan = scheduler.schedule(state, FCFS)
             served += plan.cached
-            scheduler.check(state)
             end = (plan.starts[0] + plan.counts[0]) // SIZE
             new = names[len(plan.seqs[0].hashes) : end]
             state, _ = scheduler.commit(state, plan, [0], {name: tuple(new)} if new else {})
+        scheduler.check(state)
         of_states = sum("." in key for key in state.pool.contents)
         contents.append(Content(len(state.pool.contents) - of_states, of_states))
     return served, contents
@@ -93,7 +93,7 @@ def loads(draw) -> list[Text]:
     return texts
 
 
-@examples(200, 1000)
+@examples(60, 1000)
 def test_a_replay_is_that_of_the_scheduler(number):
     @settings(max_examples=number)
     @given(

@@ -13,6 +13,7 @@ from experiments.training.forward import initial
 from experiments.training.setup import Setup, hf_config
 from pagedjax import load_model
 from pagedjax.device.models import llama
+from pagedjax.weights.pretrained import LoadedModel
 from pagedjax.weights.tree import named
 
 
@@ -25,5 +26,9 @@ def write_initial(folder: Path, setup: Setup) -> Path:
 
 def stored(folder: Path) -> dict[str, np.ndarray]:
     """The parameters of a model's folder, by name."""
-    params = load_model(folder, dtype="float32", linear_impl="xla").model.params
-    return {name: np.asarray(x) for name, x in named(params).items()}
+    return parameters(load_model(folder, dtype="float32", linear_impl="xla"))
+
+
+def parameters(model: LoadedModel) -> dict[str, np.ndarray]:
+    """The parameters of a loaded model, by name."""
+    return {name: np.asarray(x) for name, x in named(model.model.params).items()}

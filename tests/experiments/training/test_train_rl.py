@@ -22,14 +22,14 @@ from experiments.training.rl_setup import RLSetup
 from experiments.training.rl_task import Sum, number_in, reward, sums
 from experiments.training.setup import Setup
 from experiments.training.train_rl import Rollouts
-from pagedjax import LLM
+from pagedjax import LLM, load_model
 from tests import drawn
-from tests.experiments.training.models import stored, write_initial
+from tests.experiments.training.models import parameters, stored, write_initial
 
 pytest.importorskip("llvmlite")
 
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32)
-SETUP = RLSetup(steps=6, sums=4, group=4, rate=3e-3)
+SETUP = RLSetup(steps=4, sums=4, group=4, rate=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,18 @@ def complete_run(model, tmp_path_factory) -> tuple[Path, list[Any]]:
 
 def test_the_policies_are_one_in_exact_mode(complete_run, model):
     out, log = complete_run
-    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4]
     assert {entry["kl"] for entry in log} == {0.0}
     assert {entry["largest_difference"] for entry in log} == {0.0}
     assert json.loads((out / "log.json").read_text()) == log
     assert (out / "reward.svg").read_text().startswith("<?xml")
     before = stored(model)
-    after = stored(out / "model")
+    written = load_model(out / "model", dtype="float32", linear_impl="xla")
+    after = parameters(written)
     assert all((after[name] != x).any() for name, x in before.items() if name != "angles"), (
         "all parameters learn"
     )
-    assert LLM(
-        out / "model", num_blocks=4, max_num_seqs=1, compilation="lazy", progress=False
-    ).tokenizer.encode("1+1=")
+    assert written.tokenizer.encode("1+1=")
 
 
 @pytest.mark.slow
