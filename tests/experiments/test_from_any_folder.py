@@ -39,6 +39,8 @@ def folder(tmp_path_factory) -> Path:
     (folder / "small.yaml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        # test_report.py has reports
+        patch.setattr("experiments.report.write", lambda folder: folder)
         assert main(["run", "small.yaml", "--quiet"]) == 0
     return folder
 

@@ -42,7 +42,7 @@ def json_lines(summary: Any, name: str) -> list[dict[str, Any]]:
 
 
 def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
-    sweep = {"grid": {"engine.block_size": [4, 16], "seed": [1, 2]}}
+    sweep = {"grid": {"engine.policy": ["fcfs", "longest_prefix"], "seed": [1, 2]}}
     path = write_config(
         tmp_path,
         model,
@@ -60,8 +60,8 @@ def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
     assert frame["failed"].isna().all()
     assert (frame["compilations"] == 0).all()
     assert (frame["goodput.share"] == 1.0).all()
-    assert (frame["blocks_total"] * frame["block_size"] == 256).all()
-    # Greedy tokens do not depend on the block size, only on the workload's seed.
+    assert (frame["blocks_total"] * 4 == 256).all()
+    # Greedy tokens do not depend on the policy, only on the workload's seed.
     assert frame.groupby("seed")["tokens_sha256"].nunique().tolist() == [1, 1]
     assert frame["tokens_sha256"].nunique() == 2
 
@@ -94,7 +94,7 @@ def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
     assert "12 runs, 4 of them done" in capsys.readouterr().out
 
 
-def test_runs_with_speculation_have_columns_of_drafts(tmp_path):
+def test_runs_with_speculation_have_columns_of_drafts(tmp_path, no_report):
     points = [
         {"engine.speculative": None, "simulate.acceptance": None},
         {"engine.speculative": {"num_tokens": 3}, "simulate.acceptance": 0.7},
@@ -124,11 +124,10 @@ def test_a_mesh_is_swept_and_written_into_results(tmp_path, model: str):
     assert meshes == {None: None, placement: {"tensor": 2, "expert": 1}}
 
 
-def test_branch_i_uses_seed_plus_i(tmp_path, model: str):
+def test_branch_i_uses_seed_plus_i(tmp_path, no_report, model: str):
     drawn = {"temperature": 0.9, "ignore_eos": True}
     branches = [{"sampling.n": 3, "sampling.seed": 5}, {"sampling.seed": 6}, {"sampling.n": 5}]
-    sweep = {"list": branches, "grid": {"engine.block_size": [4]}}  # there is a full block to share
-    path = write_config(tmp_path, model, sampling=drawn, sweep=sweep)
+    path = write_config(tmp_path, model, sampling=drawn, sweep={"list": branches})
     assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
     together, alone, too_many = (row for _, row in experiments.load_runs(tmp_path).iterrows())
     assert "5 branches, but at most 4 sequences run at a time" in too_many["failed"]
@@ -143,7 +142,7 @@ def test_branch_i_uses_seed_plus_i(tmp_path, model: str):
     assert together["blocks_saved_share"] > 0 == alone["blocks_saved_share"]
 
 
-def test_impossible_request_fails_its_point_only(tmp_path, model: str, capsys):
+def test_impossible_request_fails_its_point_only(tmp_path, no_report, model: str, capsys):
     sweep = {
         "grid": {"workload.prompt": [{"dist": "fixed", "value": 4}, {"dist": "fixed", "value": 99}]}
     }
@@ -161,7 +160,7 @@ def test_impossible_request_fails_its_point_only(tmp_path, model: str, capsys):
     assert "a prompt has 99 tokens, and engine.max_model_len is" in printed.err
 
 
-def test_compilation_in_measured_run_fails_it(tmp_path, model: str, monkeypatch, capsys):
+def test_compilation_in_measured_run_fails_it(tmp_path, no_report, model: str, monkeypatch, capsys):
     import jax
     import jax.numpy as jnp
 
@@ -457,7 +456,7 @@ def test_request_beyond_max_model_len_fails(simulated: Any, tmp_path, capsys):
     assert {summary["workload"]["clipped_outputs"] for summary in summaries if summary} == {20}
 
 
-def test_run_folder_has_copies_of_named_files(tmp_path):
+def test_run_folder_has_copies_of_named_files(tmp_path, no_report):
     (tmp_path / "w1.json").write_text(json.dumps([{"prompt": [20, 30], "max_tokens": 3}]))
     (tmp_path / "mine.py").write_text(
         "from pagedjax.host.policies import FCFS\nMINE = FCFS._replace(name='mine')\n"

@@ -110,7 +110,7 @@ def test_a_report_of_a_sweep_without_these_facts_knows_by_its_runs_that_it_is_si
     assert "imulated" not in text_of(report.page(about, measured, [{}] * len(runs)))
 
 
-def test_tables_of_a_terminal_say_it_too(sweep, tmp_path, capsys):
+def test_tables_of_a_terminal_say_it_too(sweep, tmp_path, capsys, no_report):
     (tmp_path / "small.yaml").write_text(SIMULATED)
     runs = str(sweep.parent)
     assert run.main([str(tmp_path / "small.yaml"), "--out", runs]) == 0

@@ -43,6 +43,7 @@ MEASURED: dict[str, Any] = {  # a run on a tiny model
         "max_num_batched_tokens": 16,
         "max_num_seqs": 4,
         "max_model_len": 32,
+        "block_size": 4,
         "token_buckets": [16],
     },
     "cache_tokens": 256,

@@ -167,7 +167,7 @@ def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
     ("top", "pools_model", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)]
 )
 def test_a_model_is_opened_only_for_pools_that_name_no_shape(
-    tmp_path, capsys, top, pools_model, status: int
+    tmp_path, capsys, no_report, top, pools_model, status: int
 ):
     """The experiment's own model does not exist."""
     simulate = {"simulate": {"step_s": 0.01, "model": pools_model}}
@@ -183,7 +183,7 @@ def test_a_model_is_opened_only_for_pools_that_name_no_shape(
     assert ("error: model: " in capsys.readouterr().err) == (status == 2)
 
 
-def test_a_run_records_its_transfers_and_both_engines(tmp_path):
+def test_a_run_records_its_transfers_and_both_engines(tmp_path, no_report):
     pools = {**RAW["pools"], "prefill": {"simulate": FOUR, "max_num_seqs": 2}}
     (folder,) = run_files(tmp_path, {**RAW, "pools": pools}).glob("*/0")
     requests = store.read_requests(folder)

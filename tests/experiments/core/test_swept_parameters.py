@@ -149,7 +149,7 @@ def test_a_wrong_parameter_is_refused_when_the_config_is_loaded(folder, override
         points(folder, override)
 
 
-def test_a_run_keeps_the_parameters_and_its_config_runs_again(folder, monkeypatch):
+def test_a_run_keeps_the_parameters_and_its_config_runs_again(folder, monkeypatch, no_report):
     monkeypatch.chdir(folder)
     grid = {"engine.policy.worth": [16, 64]}
     points(folder, engine={"policy": "mine.py:aged"}, sweep={"grid": grid})

@@ -245,7 +245,7 @@ def test_simulated_sweep_starts_no_jax_backend(tmp_path):
     assert faster < slower
 
 
-def test_simulation_fitted_to_measured_run(tmp_path):
+def test_simulation_fitted_to_measured_run(tmp_path, no_report):
     file = tmp_path / "one.yaml"
     file.write_text(json.dumps(RAW), encoding="utf-8")
     assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0

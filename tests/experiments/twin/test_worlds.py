@@ -57,10 +57,10 @@ WORLD = Environment(COUNT, workloads.poisson(COUNT))
 
 
 def episode(
-    world: Environment, key: jax.Array, params: Params, policy: jax.Array
+    world: Environment, names: tuple[str, ...], key: jax.Array, params: Params, policy: jax.Array
 ) -> tuple[environment.State, Any]:
-    """The last state of an episode and (reward, done) of each step."""
-    decider = any_of(policy, list(policies.POLICIES.values()))
+    """The last state of an episode under one of the policies, and (reward, done) of each step."""
+    decider = any_of(policy, [policies.POLICIES[name] for name in names])
 
     def step(carry: tuple[environment.State, Memory], _: None) -> tuple[Any, Any]:
         state, memory = carry
@@ -78,7 +78,12 @@ def episode(
 
 
 # one for each reward, and one for an observation
-run_episode = jax.jit(chex.assert_max_traces(episode, 4), static_argnums=0)
+run_episode = jax.jit(chex.assert_max_traces(episode, 4), static_argnums=(0, 1))
+
+
+def run_fcfs(world: Environment, key: jax.Array) -> tuple[environment.State, Any]:
+    """For what does not depend on the policy: a program with one is small."""
+    return run_episode(world, ("fcfs",), key, PARAMS, jnp.int32(0))
 
 
 @pytest.mark.parametrize("name", policies.POLICIES)
@@ -89,8 +94,11 @@ def test_an_episode_has_the_times_of_a_simulated_run(name):
     requests = requests._replace(arrival=requests.arrival // 10 * 10 + 5)
     world = WORLD._replace(own_draw=workloads.given)
     params = PARAMS._replace(workload=requests)
-    policy = jnp.int32(list(policies.POLICIES).index(name))
-    state, (rewards, done, computed) = jax.device_get(run_episode(world, key, params, policy))
+    names = tuple(policies.POLICIES)
+    policy = jnp.int32(names.index(name))
+    state, (rewards, done, computed) = jax.device_get(
+        run_episode(world, names, key, params, policy)
+    )
     config = EngineConfig(**ENGINE, policy=name, enable_prefix_caching=False, token_buckets=(16,))
     run = simulated.run(jax.device_get(requests), config, step_time)
     np.testing.assert_array_equal(state.end, np.round(1e6 * run.end))
@@ -108,7 +116,7 @@ def test_rewards_add_up():
     key = jax.random.key(1)
     for reward, expected in ((environment.goodput, within), (environment.fairness, jain)):
         world = WORLD._replace(reward=reward)
-        state, (rewards, _, _) = jax.device_get(run_episode(world, key, PARAMS, jnp.int32(0)))
+        state, (rewards, _, _) = jax.device_get(run_fcfs(world, key))
         np.testing.assert_allclose(rewards.sum(), expected(state), rtol=1e-5)
     assert 0 < within(state) < 1, "else the targets are of no use"
 
@@ -216,7 +224,7 @@ def test_a_reward_and_an_observation_of_ones_own_are_a_function_each():
     assert observation == {"free": 1.0}
     space: Any = world.observation_space(PARAMS)
     assert space.spaces["free"].dtype == jnp.float32
-    _, (rewards, done, _) = run_episode(world, key, PARAMS, jnp.int32(0))
+    _, (rewards, done, _) = run_fcfs(world, key)
     assert done[-1]
     assert rewards.sum() == COUNT
     observation, *_ = jax.jit(world.step)(key, state, jnp.zeros((COUNT,), jnp.int32), PARAMS)
