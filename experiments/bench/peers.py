@@ -122,15 +122,16 @@ def w1(file: str | None, vocab: int, lengths: Sequence[int] | None = None) -> Wo
 
 def write_out(model: str, folder: Path) -> Path:
     """The checkpoint as a Hugging Face directory: itself, or a copy in float32 in `folder`."""
-    from safetensors.numpy import save_file
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     from pagedjax.weights.locate import open_checkpoint
     from pagedjax.weights.tokenizer_files import load_tokenizer
 
     checkpoint = open_checkpoint(model)
     if checkpoint.format == "huggingface":
         return checkpoint.path
+
+    from safetensors.numpy import save_file
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     target = folder / checkpoint.path.stem
     if not (target / "config.json").exists():  # config.json is written last
         target.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,11 @@ from experiments.bench import host
 SMALL = ["--rows", "1", "3", "--lookahead", "0", "1"]
 
 
+@pytest.fixture(autouse=True)
+def _small_vocabulary(monkeypatch):
+    monkeypatch.setattr(host, "SHAPE", {**host.SHAPE, "vocab_size": 320})
+
+
 def test_its_file_has_each_setting_and_the_parts_of_the_largest(tmp_path, capsys):
     file = tmp_path / "host.json"
     host.main([*SMALL, "--output", "60", "70", "--json", str(file)])

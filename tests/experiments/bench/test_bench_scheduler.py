@@ -24,11 +24,11 @@ Ran = dict[str, tuple[Stream, list[Step]]]
 
 @pytest.fixture(scope="module")
 def ran() -> Ran:
-    """Each load through its warm-up and 200 steps more, with SEQS sequences and as many blocks as
+    """Each load through its warm-up and 80 steps more, with SEQS sequences and as many blocks as
     they need.
     """
-    config = scheduler_config(seqs=SEQS, blocks=80 * SEQS, block_size=16, steps=200)
-    return {load.name: advance(start(load, config), load.warm_up + 200) for load in LOADS}
+    config = scheduler_config(seqs=SEQS, blocks=80 * SEQS, block_size=16, steps=80)
+    return {load.name: advance(start(load, config), load.warm_up + 80) for load in LOADS}
 
 
 def total(ran: Ran, load: str, column: str) -> int:
