@@ -179,9 +179,11 @@ def make_trainer(setup: Setup) -> Trainer:
         results["oracle"] = returns_of(shortest_left, None, keys)
         return results
 
+    draw = jax.jit(world.draw)
+
     def drawn(count: int) -> list[Requests]:
         keys = episodes(jnp.int32(HELD_OUT), setup.held_out)[:count]
-        return [jax.device_get(world.draw(key, params.workload)) for key in keys]
+        return [jax.device_get(draw(key, params.workload)) for key in keys]
 
     return Trainer(
         problem,

@@ -126,7 +126,7 @@ def test_the_derivative_of_a_step_is_that_of_whom_it_asked_and_preempted():
     step = jax.jit(problem.world.step_env)
     derivative = jax.jit(log_gradient)
     key = jax.random.key(0)
-    _, state = problem.world.reset(key, problem.params)
+    _, state = jax.jit(problem.world.reset)(key, problem.params)
     refused = preempted = 0
     done = False
     while not done:

@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import chex
 import jax
@@ -60,9 +61,22 @@ def data() -> train_tiny.Data:
 
 @pytest.fixture(scope="module", autouse=True)
 def _prepared(data):
-    """The data is prepared once for this process; child processes prepare it again."""
+    """The data is prepared once for this process, and the programs of a setup are compiled once;
+    child processes do both again.
+    """
+    make_trainer = train_tiny.make_trainer
+    trainers = {}
+
+    def trainer_of(setup: Setup, *rest: Any) -> train_tiny.Trainer:
+        if setup not in trainers:
+            trainer = make_trainer(setup, *rest)
+            trainers[setup] = trainer, jax.device_get(trainer.start)
+        trainer, start = trainers[setup]
+        return trainer._replace(start=jax.device_put(start, may_alias=False))  # it is donated
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_tiny, "prepare", lambda vocab: data)
+        patch.setattr(train_tiny, "make_trainer", trainer_of)
         yield
 
 

@@ -54,7 +54,7 @@ def llm(one_layer, policy):
 
 def drawn() -> Any:
     """The requests of a world. Arrivals are never at the end of a step."""
-    requests = jax.device_get(WORLD.draw(jax.random.key(21), PARAMS.workload))
+    requests = jax.device_get(jax.jit(WORLD.draw)(jax.random.key(21), PARAMS.workload))
     return requests._replace(arrival=requests.arrival // 10 * 10 + 5)
 
 

@@ -54,6 +54,7 @@ WORKLOAD = Poisson(
 )
 PARAMS = Params(SIZES, Cost.of(step_time, SIZES), WORKLOAD, first_s=0.006, token_s=0.004)
 WORLD = Environment(COUNT, workloads.poisson(COUNT))
+draw_requests = jax.jit(WORLD.draw)
 
 
 def episode(
@@ -90,7 +91,7 @@ def run_fcfs(world: Environment, key: jax.Array) -> tuple[environment.State, Any
 def test_an_episode_has_the_times_of_a_simulated_run(name):
     key = jax.random.key(list(policies.POLICIES).index(name))
     # arrivals are never at the end of a step
-    requests = WORLD.draw(key, WORKLOAD)
+    requests = draw_requests(key, WORKLOAD)
     requests = requests._replace(arrival=requests.arrival // 10 * 10 + 5)
     world = WORLD._replace(own_draw=workloads.given)
     params = PARAMS._replace(workload=requests)
@@ -137,40 +138,39 @@ def jain(state: Any) -> float:
     return float(tokens.sum() ** 2 / (len(tokens) * (tokens**2).sum()))
 
 
-class TestInterface(chex.TestCase):
+@pytest.mark.default_cases("jit")
+@pytest.mark.parametrize("variant", [jax.jit, lambda function: function], ids=["jit", "eager"])
+def test_reset_and_step(variant):
     """What gymnax asks of an environment, as its own tests do."""
+    key = jax.random.key(3)
+    observation, state = variant(WORLD.reset)(key, PARAMS)
+    chex.assert_shape(observation.sequences, (COUNT, len(SEQUENCE)))
+    chex.assert_shape(observation.totals, (len(TOTALS),))
+    space = WORLD.observation_space(PARAMS)
+    actions = WORLD.action_space(PARAMS)
+    action = variant(actions.sample)(key)
+    chex.assert_shape(action, (WORLD.num_actions,))
+    chex.assert_type(action, jnp.int32)
+    assert actions.contains(action)
+    assert space.contains(observation)
+    results = variant(WORLD.step)(key, state, action, PARAMS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(results[:2], (observation, state))
+    next_observation, after, reward, done, _ = results
+    assert space.contains(next_observation)
+    chex.assert_trees_all_equal(next_observation, WORLD.get_obs(after, PARAMS))
+    chex.assert_shape([reward, done], ())
+    chex.assert_type([reward, done], [jnp.float32, bool])
+    chex.assert_tree_all_finite(reward)
+    assert WORLD.discount(after, PARAMS) == 1 - WORLD.is_terminal(after, PARAMS)
 
-    @chex.variants(with_jit=True, without_jit=True)  # pyright: ignore[reportCallIssue]
-    def test_reset_and_step(self):
-        key = jax.random.key(3)
-        variant: Any = self.variant
-        observation, state = variant(WORLD.reset)(key, PARAMS)
-        chex.assert_shape(observation.sequences, (COUNT, len(SEQUENCE)))
-        chex.assert_shape(observation.totals, (len(TOTALS),))
-        space = WORLD.observation_space(PARAMS)
-        actions = WORLD.action_space(PARAMS)
-        action = variant(actions.sample)(key)
-        chex.assert_shape(action, (WORLD.num_actions,))
-        chex.assert_type(action, jnp.int32)
-        assert actions.contains(action)
-        assert space.contains(observation)
-        results = variant(WORLD.step)(key, state, action, PARAMS)
-        chex.assert_trees_all_equal_shapes_and_dtypes(results[:2], (observation, state))
-        next_observation, after, reward, done, _ = results
-        assert space.contains(next_observation)
-        chex.assert_trees_all_equal(next_observation, WORLD.get_obs(after, PARAMS))
-        chex.assert_shape([reward, done], ())
-        chex.assert_type([reward, done], [jnp.float32, bool])
-        chex.assert_tree_all_finite(reward)
-        assert WORLD.discount(after, PARAMS) == 1 - WORLD.is_terminal(after, PARAMS)
 
-    def test_worlds_of_one_program_are_those_of_single_runs(self):
-        keys = jax.random.split(jax.random.key(4), 3)
-        together = jax.jit(jax.vmap(WORLD.reset, (0, None)))(keys, PARAMS)
-        reset = jax.jit(WORLD.reset)
-        for i, key in enumerate(keys):
-            alone = reset(key, PARAMS)
-            chex.assert_trees_all_equal(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+def test_worlds_of_one_program_are_those_of_single_runs():
+    keys = jax.random.split(jax.random.key(4), 3)
+    together = jax.jit(jax.vmap(WORLD.reset, (0, None)))(keys, PARAMS)
+    reset = jax.jit(WORLD.reset)
+    for i, key in enumerate(keys):
+        alone = reset(key, PARAMS)
+        chex.assert_trees_all_equal(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
 
 def test_an_environment_has_default_parameters():
