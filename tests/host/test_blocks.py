@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
+from tests import drawn
 from tests.refusals import refused
 
 
@@ -268,8 +269,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=300)
-@given(size=st.integers(1, 12), script=actions)
+@drawn.given(120, 300, size=st.integers(1, 12), script=actions)
 def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[tuple[str, int]]):
     pool = blocks.init(size)
     tables: list[list[int]] = []  # one table for each owner

@@ -11,6 +11,7 @@ from pagedjax.host import decode_spans, scheduler
 from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
+from tests import drawn
 from tests.host.scheduler_steps import WITHOUT_MEMORY, start
 from tests.refusals import refused
 
@@ -106,8 +107,9 @@ def with_arrivals(
     return state
 
 
-@settings(max_examples=150)
-@given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
+@drawn.given(
+    60, 150, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
+)
 def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     shares = shares and config.reservation == "none"
     state = scheduler.init(config)
@@ -141,8 +143,9 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
         scheduler.check(at_once)
 
 
-@settings(max_examples=100)
-@given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
+@drawn.given(
+    50, 100, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
+)
 def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, policy, shares):
     shares = shares and config.reservation == "none"
     state = scheduler.init(config)
@@ -163,8 +166,9 @@ def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, polic
         state, _, _ = one_step(state, policy, shares)
 
 
-@settings(max_examples=100)
-@given(st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans())
+@drawn.given(
+    50, 100, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
+)
 def test_a_predicted_plan_is_scheduled_as_any_plan(data, config, policy, shares):
     """Predictions of up to five steps meet real states, in which sequences publish blocks, end,
     stop, arrive and are cancelled. A prediction that is used is the plan that `schedule` gives, and

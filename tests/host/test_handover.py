@@ -153,7 +153,7 @@ def test_the_moves_of_a_fixed_seed_are_of_every_kind():
         pair = Pair(
             (first, second._replace(num_blocks=draw.choice([10, 60]), max_num_seqs=8)), tally
         )
-        for _ in range(30):
+        for _ in range(20):
             pair.sides[draw.randrange(2)].traffic(draw.randint(1, 3), draw.randrange(2**32))
             pair.move(draw.randrange(2), draw)
             pair.begin_or_end_a_step(draw.randrange(2), draw)

@@ -304,7 +304,7 @@ def vtc_config(rows: int, tight: bool, budget: int) -> SchedulerConfig:
 
 
 @drawn.given(
-    40,
+    20,
     400,  # of 10_000, in half an hour, the largest difference was two thirds of the bound
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 3),

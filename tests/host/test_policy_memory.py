@@ -462,7 +462,7 @@ sizes = (
 )
 
 
-@drawn.examples(20, 120)
+@drawn.examples(10, 120)
 def test_random_policies_keep_the_invariants_and_replay_byte_for_byte(tmp_path: Path, number: int):
     path = tmp_path / "run.jsonl"
 

@@ -44,7 +44,7 @@ asks_of_any_shape = st.lists(
 ).map(lambda requests: sorted(requests, key=lambda ask: ask.arrival))
 
 
-@drawn.given(20, 60, asks_of_any_shape, st.sampled_from([1, 4, 16]))
+@drawn.given(10, 60, asks_of_any_shape, st.sampled_from([1, 4, 16]))
 def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int):
     counts = simulate(requests, size)
     assert (counts.listed, counts.used) == by_hand(requests, size)

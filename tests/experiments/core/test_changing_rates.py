@@ -11,13 +11,13 @@ from typing import Any
 import chex
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.capacity import rate_of
 from experiments.core.config import expand
 from experiments.core.distributions import Changing, Fixed, Gamma, draw_arrivals
 from experiments.core.workloads import Prompts, Synthetic
+from tests.drawn import given as given_sample
 from tests.experiments.core.summaries import BASE, changed_workload, simulated_run
 from tests.experiments.core.test_workloads import make, rng
 
@@ -45,8 +45,7 @@ def changing(draw: Any) -> Changing:
     )
 
 
-@settings(deadline=None)
-@given(changing())
+@given_sample(40, 100, changing())
 def test_the_integral_of_the_rate_between_arrivals_is_the_drawn_gap(spec: Changing):
     times = drawn(spec, 40)
     assert times[0] == 0

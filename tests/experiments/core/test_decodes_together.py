@@ -103,7 +103,7 @@ def test_steps_of_models_with_windows_and_states_are_made_one_by_one():
         options: dict[str, Any] = {
             "simulate": {"chip": "h200", "model": model},
             "model": model,
-            "workload": {"count": 5},
+            "workload": {"count": 3},
         }
         assert compare(options).together == 0
 

@@ -42,7 +42,7 @@ SKEWS = st.one_of(
 )
 
 
-@drawn.given(8, 30, users=SKEWS, seed=st.integers(0, 2**32))
+@drawn.given(4, 30, users=SKEWS, seed=st.integers(0, 2**32))
 def test_users_have_the_shares_of_their_skew(users, seed):
     load = make(replace(PLAIN, users=users), seed=seed)
     shares = shares_of_users(users)
