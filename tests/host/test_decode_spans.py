@@ -11,7 +11,7 @@ from pagedjax.host import decode_spans, scheduler
 from pagedjax.host.policies import FCFS, Policy
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
-from tests import drawn
+from tests.drawn import given as given_sample
 from tests.host.scheduler_steps import WITHOUT_MEMORY, start
 from tests.refusals import refused
 
@@ -107,7 +107,7 @@ def with_arrivals(
     return state
 
 
-@drawn.given(
+@given_sample(
     60, 150, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
 )
 def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
@@ -143,7 +143,7 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
         scheduler.check(at_once)
 
 
-@drawn.given(
+@given_sample(
     50, 100, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
 )
 def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, policy, shares):
@@ -166,7 +166,7 @@ def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, polic
         state, _, _ = one_step(state, policy, shares)
 
 
-@drawn.given(
+@given_sample(
     50, 100, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
 )
 def test_a_predicted_plan_is_scheduled_as_any_plan(data, config, policy, shares):
