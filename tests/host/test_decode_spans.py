@@ -144,7 +144,7 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
 
 
 @given_sample(
-    50, 100, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
+    100, 400, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
 )
 def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, policy, shares):
     shares = shares and config.reservation == "none"
@@ -167,7 +167,7 @@ def test_the_next_plan_of_decodes_is_that_of_the_transitions(data, config, polic
 
 
 @given_sample(
-    50, 100, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
+    100, 400, st.data(), configs, st.sampled_from([*WITHOUT_MEMORY.values()]), st.booleans()
 )
 def test_a_predicted_plan_is_scheduled_as_any_plan(data, config, policy, shares):
     """Predictions of up to five steps meet real states, in which sequences publish blocks, end,
