@@ -417,14 +417,14 @@ def test_the_step_and_block_moves_are_jitted_and_donate_in_one_module():
     three = "import jax\nfrom jax import jit\n@partial(jax.jit, donate_argnums=0)\ndef f(): nnx.jit"
     assert facts_of("x", three).jits == 3
     assert facts_of("x", three).donations == 1
-    facts = {name: facts for name, facts in all_modules().items() if within(name, "pagedjax")}
-    assert {name: one.jits for name, one in facts.items() if one.jits} == {
+    library = {name: facts for name, facts in all_modules().items() if within(name, "pagedjax")}
+    assert {name: facts.jits for name, facts in library.items() if facts.jits} == {
         JITTED_IN: 6,
         "pagedjax.device.models.decoder": 1,
         "pagedjax.device.score": 1,
         "pagedjax.engine.kept_programs": 1,
     }
-    assert {name for name, one in facts.items() if one.donations} == {JITTED_IN}
+    assert {name for name, facts in library.items() if facts.donations} == {JITTED_IN}
 
 
 def loaded_by(statement: str) -> set[str]:
