@@ -42,7 +42,7 @@ def json_lines(summary: Any, name: str) -> list[dict[str, Any]]:
 
 
 def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
-    sweep = {"grid": {"engine.policy": ["fcfs", "longest_prefix"], "seed": [1, 2]}}
+    sweep = {"grid": {"engine.block_size": [4, 16], "seed": [1, 2]}}
     path = write_config(
         tmp_path,
         model,
@@ -60,8 +60,8 @@ def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
     assert frame["failed"].isna().all()
     assert (frame["compilations"] == 0).all()
     assert (frame["goodput.share"] == 1.0).all()
-    assert (frame["blocks_total"] * 4 == 256).all()
-    # Greedy tokens do not depend on the policy, only on the workload's seed.
+    assert (frame["blocks_total"] * frame["block_size"] == 256).all()
+    # Greedy tokens do not depend on the block size, only on the workload's seed.
     assert frame.groupby("seed")["tokens_sha256"].nunique().tolist() == [1, 1]
     assert frame["tokens_sha256"].nunique() == 2
 
