@@ -105,7 +105,7 @@ def test_a_draft_model_with_sinks_has_attention_that_takes_them(model, tiny, mon
 @pytest.fixture
 def without_windows(tmp_path):
     full = GPT_OSS | {"layer_types": ["full_attention"] * 2}
-    return load_model(write_family(tmp_path / "model", full))
+    return load_model(write_family(tmp_path / "model", full), linear_impl="xla")
 
 
 @pytest.mark.slow

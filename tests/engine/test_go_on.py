@@ -7,13 +7,13 @@ from typing import Any
 import chex
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax import SamplingParams, StructuredOutputsParams
 from pagedjax.engine.requests import Begun, EngineRequest
 from pagedjax.engine.session import GenerationRequest, Progress
 from pagedjax.host import replay, scheduler
+from tests import drawn
 from tests.engine.runs import check_idle, greedy, small_llm
 from tests.refusals import refused
 
@@ -63,9 +63,17 @@ def undisturbed(tiny_llm) -> dict[str, list[Any]]:
     return dict(zip(PARAMS, run(tiny_llm, requests), strict=True))
 
 
-@given(data=st.data())
-def test_it_gives_the_tokens_of_one_engine(tiny_llm, undisturbed, data):
+@drawn.examples(30, 300)
+def test_it_gives_the_tokens_of_one_engine(tiny_llm, undisturbed, number):
     """Any requests together, each cut anywhere."""
+
+    def holds(data: st.DataObject) -> None:
+        check_cut_requests(tiny_llm, undisturbed, data)
+
+    drawn.check(number, holds, data=st.data())
+
+
+def check_cut_requests(llm: Any, undisturbed: dict[str, list[Any]], data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(PARAMS)), min_size=1, max_size=3))
     requests = []
     for name in names:
@@ -75,7 +83,7 @@ def test_it_gives_the_tokens_of_one_engine(tiny_llm, undisturbed, data):
             known_tokens.append(tuple(branch.token_ids[:length]))
         progress = Progress(tuple(known_tokens), (False,) * len(known_tokens), 0)
         requests.append(GenerationRequest(PROMPT, PARAMS[name], progress=progress))
-    for name, branches in zip(names, run(tiny_llm, requests), strict=True):
+    for name, branches in zip(names, run(llm, requests), strict=True):
         assert ends(branches) == ends(undisturbed[name])
 
 
