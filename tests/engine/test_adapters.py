@@ -136,7 +136,9 @@ def test_other_results_have_the_adapter_too(llm, folders, alone):
             (output,) = model.generate([prompt], params, lora_request=adapter)
             return output, [branch.token_ids for branch in output.outputs]
 
-        (output, _) = branches(SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1))
+        (output, _) = branches(
+            SamplingParams(temperature=0, max_tokens=2, logprobs=0, prompt_logprobs=1)
+        )
         places = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         (vector,) = model.embed([prompt], lora_request=adapter)
         (score,) = model.score([prompt], [PROMPTS[1]], lora_request=adapter)
@@ -148,16 +150,16 @@ def test_other_results_have_the_adapter_too(llm, folders, alone):
                     score.outputs.score,
                 ]
             ),
-            "branches": branches(SamplingParams(n=3, seed=1, max_tokens=5))[1],
+            "branches": branches(SamplingParams(n=3, seed=1, max_tokens=5, logprobs=0))[1],
             "beams": branches(BeamSearchParams(beam_width=2, max_tokens=4))[1],
-            "text": "".join(model.stream(prompt, greedy(6), lora_request=adapter)),
+            "text": "".join(model.stream(prompt, greedy(6, logprobs=0), lora_request=adapter)),
         }
 
     adapted = results(llm, request)
     expected = results(alone["three"], None)
     chex.assert_trees_all_close(adapted.pop("numbers"), expected.pop("numbers"), rtol=0, atol=1e-4)
     assert adapted == expected
-    assert adapted["text"] != "".join(llm.stream(prompt, greedy(6)))
+    assert adapted["text"] != "".join(llm.stream(prompt, greedy(6, logprobs=0)))
 
 
 @pytest.mark.slow
@@ -220,15 +222,14 @@ def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, fol
     llm = lora_llm(model, max_loras=2)
     llm.load_adapter("mine", folders["one"])
     engine = llm.engine
-    expected = [
-        list(token_ids(alone[name], [PROMPTS[1]], greedy(12))[0]) for name in ("one", "two")
-    ]
-    engine.add("a", PROMPTS[1], greedy(12), adapter="mine")
+    params = greedy(12, logprobs=0)
+    expected = [list(token_ids(alone[name], [PROMPTS[1]], params)[0]) for name in ("one", "two")]
+    engine.add("a", PROMPTS[1], params, adapter="mine")
     results = [engine.step(), engine.step()]
     before = compilations.compilations()
     llm.load_adapter("mine", folders["two"])
     assert slots_of(llm) == {"mine": 2}
-    engine.add("b", PROMPTS[1], greedy(12), adapter="mine")
+    engine.add("b", PROMPTS[1], params, adapter="mine")
     with refused("no slot: .* \\(mine\\), and 1 that were replaced or unloaded serve unfinished"):
         llm.load_adapter("other", folders["three"])
     results.append(engine.step())

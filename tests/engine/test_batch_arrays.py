@@ -20,10 +20,12 @@ from pagedjax.weights.trained import named, nested, whole
 from tests.engine.runs import greedy, small_llm
 from tests.refusals import refused
 
+# those of test_penalties.py, whose program the unchanged models have
 SIZES = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
-    "block_size": 4,
+    "max_model_len": 128,
+    "block_size": 8,
     "num_blocks": 64,
 }
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 33, 1))]

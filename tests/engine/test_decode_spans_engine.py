@@ -32,11 +32,15 @@ BUCKETS = (6, 24)  # of CONFIG's sequences, and of its step
 # the steps of a span, lookahead; with late stops
 QUICK = [(4, 1)]
 SLOW = [pytest.param(setting, marks=pytest.mark.slow) for setting in ((8, 0), (2, 2))]
+# its programs are those of the recordings
+WITH_OPTION = greedy(12, logprobs=0)
 LATE = [(4, 1), pytest.param((1, 1), marks=pytest.mark.slow)]
 
 
 def span_llm(tiny, span: int, depth: int, **config):
-    return make(tiny, depth, decode_span=span, token_buckets=BUCKETS, **config)
+    """Without spans it has the one bucket, and so the programs, of test_lookahead.py."""
+    buckets = BUCKETS if span > 1 else CONFIG["token_buckets"]
+    return make(tiny, depth, decode_span=span, token_buckets=buckets, **config)
 
 
 class LLMs(dict[tuple[int, int], LLM]):
@@ -87,7 +91,7 @@ def test_parameters_change_between_tokens_of_a_late_run(late_llms, llms):
     engine = late_llms[4, 1].engine
     engine.reset()
     params = engine.runtime.model.params
-    engine.add("a", tokens(9, 1), greedy(12))
+    engine.add("a", tokens(9, 1), WITH_OPTION)
     first = [engine.step() for _ in range(3)]
     assert engine.scheduler_state.in_flight
     engine.update_params(params, pending="keep")
@@ -95,14 +99,14 @@ def test_parameters_change_between_tokens_of_a_late_run(late_llms, llms):
     results = [*first, *Observed(engine).finish()]
     plain = llms[1, 0].engine
     plain.reset()
-    plain.add("a", tokens(9, 1), greedy(12))
+    plain.add("a", tokens(9, 1), WITH_OPTION)
     assert sampled(results) == sampled(Observed(plain).finish())
 
 
 def test_a_sequence_of_a_late_engine_is_not_handed_over(late_llms):
     engine = late_llms[1, 0].engine
     engine.reset()
-    engine.add("a", tokens(9, 1), greedy(12))
+    engine.add("a", tokens(9, 1), WITH_OPTION)
     engine.step()
     with refused("late_stops is True, and a sequence goes to another engine"):
         engine.handover("a")
@@ -111,7 +115,7 @@ def test_a_sequence_of_a_late_engine_is_not_handed_over(late_llms):
 def test_a_late_run_goes_on_after_a_step_that_failed(late_llms, llms):
     engine = late_llms[4, 1].engine
     engine.reset()
-    engine.add("a", tokens(9, 1), greedy(12))
+    engine.add("a", tokens(9, 1), WITH_OPTION)
     results = [engine.step() for _ in range(3)]
     failing = mock.patch.object(engine_state, "finish", side_effect=RuntimeError("it is lost"))
     with failing, pytest.raises(RuntimeError, match="lost"):
@@ -120,7 +124,7 @@ def test_a_late_run_goes_on_after_a_step_that_failed(late_llms, llms):
     results += Observed(engine).finish()
     plain = llms[1, 0].engine
     plain.reset()
-    plain.add("a", tokens(9, 1), greedy(12))
+    plain.add("a", tokens(9, 1), WITH_OPTION)
     assert sampled(results) == sampled(Observed(plain).finish())
 
 

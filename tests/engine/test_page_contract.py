@@ -134,8 +134,8 @@ def test_a_prefix_is_found_at_every_boundary(subject):
     llm = small_llm(subject.loaded, **pool)
     rng = np.random.default_rng(5)
     first = rng.integers(3, 320, 20).tolist()
-    llm.generate([first], greedy(1))
     params = greedy(2, logprobs=0)
+    llm.generate([first], params)
     for shared in reversed(range(1, 20)):  # blocks that are no longer asked for give way
         prompt = first[:shared] + rng.integers(3, 320, 3).tolist()
         (output,) = llm.generate([prompt], params)

@@ -13,7 +13,7 @@ from tests.refusals import refused
 
 GREEDY = greedy(12)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
-SYSTEM = np.random.default_rng(0).integers(3, 320, 40).tolist()
+SYSTEM = np.random.default_rng(0).integers(3, 320, 48).tolist()
 TAILS = [
     np.random.default_rng(i + 1).integers(3, 320, n).tolist()
     for i, n in enumerate((1, 7, 8, 9, 20, 30))
@@ -22,7 +22,8 @@ PROMPTS = [SYSTEM + tail for tail in TAILS]
 
 
 def make(tiny, **config):
-    return small_llm(tiny, **{"block_size": 8, "num_blocks": 128} | config).engine
+    """Its blocks have 16 tokens, as those of `tiny_llm`."""
+    return small_llm(tiny, **config).engine
 
 
 def run(engine, requests):
@@ -61,7 +62,13 @@ def expected(cold):
 @pytest.mark.default_cases("config2-drawn")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
-    "config", [{}, {"block_size": 1, "num_blocks": 800}, {"block_size": 16, "num_blocks": 9}]
+    "config",
+    [
+        {},
+        {"block_size": 1, "num_blocks": 800},
+        {"num_blocks": 9},
+        {"block_size": 8, "num_blocks": 128},
+    ],
 )
 def test_prefix_caching_changes_no_token(tiny, expected, params, config):
     engine = make(tiny, **config)
@@ -71,7 +78,7 @@ def test_prefix_caching_changes_no_token(tiny, expected, params, config):
 
 def test_a_fully_cached_prompt_computes_one_token_of_its_last_block(tiny):
     engine = make(tiny)
-    # 40 tokens are 5 blocks of 8, but one token must be computed
+    # 48 tokens are 3 blocks of 16, but one token must be computed
     assert [run(engine, {"a": (SYSTEM, GREEDY)})[1]["a"] for _ in range(2)] == [0, 32]
     engine.reset_prefix_cache()
     assert run(engine, {"a": (SYSTEM, GREEDY)})[1] == {"a": 0}
@@ -83,7 +90,7 @@ def test_generated_blocks_are_found_by_the_next_turn(tiny, cold):
     turn = [*SYSTEM, *answer, *TAILS[1]]
     tokens, cached = run(engine, {"b": (turn, GREEDY)})
     # the last answered token was never computed
-    assert cached == {"b": (len(SYSTEM) + len(answer) - 1) // 8 * 8}
+    assert cached == {"b": (len(SYSTEM) + len(answer) - 1) // 16 * 16}
     assert tokens == run(cold, {"b": (turn, GREEDY)})[0]
 
 
@@ -106,7 +113,7 @@ def test_salted_and_uncached_requests_share_nothing(tiny):
 
 def test_freed_blocks_are_never_read(tiny, expected):
     """Every block without content holds NaN, in keys and values, whoever had it before."""
-    engine = make(tiny, block_size=16, num_blocks=9)
+    engine = make(tiny, num_blocks=9)
     poisoned(engine)
     for params in (GREEDY, DRAWN):
         assert run(engine, everyone(params))[0] == expected[params.temperature]

@@ -64,7 +64,7 @@ def test_a_measured_recording_replays_byte_for_byte(with_policy, tmp_path, name)
 @pytest.mark.parametrize("name", ["vtc", "mlfq"])
 def test_lookahead_changes_no_decision_of_a_policy_with_memory(with_policy, tmp_path, name):
     runs = [
-        play(engine, 3, tmp_path / f"{i}.jsonl")
+        play(engine, 3, tmp_path / f"{i}.jsonl", of_prompts=False)
         for i, engine in enumerate(with_policy(POLICIES[name]))
     ]
     assert runs[1].results == runs[0].results

@@ -147,8 +147,8 @@ def looked_back(llm: LLM, prompt: list[int], length: int) -> tuple[list[int], in
 
 @pytest.fixture(scope="module")
 def llm(tiny) -> LLM:
-    sizes = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    return small_llm(tiny, compilation="lazy", token_buckets=(64,), **sizes)
+    """It has the sizes, and so the program, of test_beam_search.py."""
+    return small_llm(tiny, block_size=8, max_num_seqs=16)
 
 
 def test_an_engine_runs_a_greedy_search_that_looks_back(llm, monkeypatch):
