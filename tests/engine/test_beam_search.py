@@ -245,9 +245,9 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
     params = [
         BEAMS,
         BEAMS,
-        greedy(16),
-        SamplingParams(n=3, seed=3, max_tokens=20, ignore_eos=True),
-        SamplingParams(seed=5, max_tokens=20, ignore_eos=True),
+        greedy(16, logprobs=0),  # the programs of beams
+        SamplingParams(n=3, seed=3, max_tokens=20, ignore_eos=True, logprobs=0),
+        SamplingParams(seed=5, max_tokens=20, ignore_eos=True, logprobs=0),
         BEAMS,
     ]
     events = []

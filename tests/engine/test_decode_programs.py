@@ -124,7 +124,7 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
         ("reference", {}),
     ):
         llm = make(one_layer, impl, **config)
-        (output,) = llm.generate([list(range(3, 8))], greedy(2, prompt_logprobs=1))
+        (output,) = llm.generate([list(range(3, 8))], greedy(2, logprobs=0, prompt_logprobs=1))
         places = output.prompt_logprobs[1:]
         logprobs.append([[p.logprob for p in place.values()] for place in places])
     assert len(logprobs[0]) == 4
@@ -134,6 +134,10 @@ def test_a_decode_that_wants_a_log_probability_of_its_prompt_is_in_a_mixed_step(
 def test_decodes_have_buckets_of_their_own_on_a_gpu(one_layer, monkeypatch):
     """A step of 3 rows has a program for 3 tokens then, unless a row wants a log-probability of its
     prompt; and buckets that a user gives are those of all steps."""
+    params = [greedy(3, prompt_logprobs=1), *[greedy(3)] * 2]
+    prompts = [list(range(3, 3 + n)) for n in (2, 5, 7)]
+    # before a function is replaced, which would give it programs of its own
+    expected = token_ids(make(one_layer, "reference"), prompts, params)
     monkeypatch.setattr(batch, "DECODE_SPACING", 1)
     choose = resolve._decode_buckets
     monkeypatch.setattr(resolve, "_decode_buckets", lambda c, rows, _: choose(c, rows, "gpu"))
@@ -142,9 +146,6 @@ def test_decodes_have_buckets_of_their_own_on_a_gpu(one_layer, monkeypatch):
     assert llm.engine.runtime.shapes.decode_buckets == (1, 2, 3, 4)
     assert llm.engine.runtime.shapes.tokens == (1, 2, 4, 8, 16)
     assert given.engine.runtime.shapes.decode_buckets == (4,)
-    params = [greedy(3, prompt_logprobs=1), *[greedy(3)] * 2]
-    prompts = [list(range(3, 3 + n)) for n in (2, 5, 7)]
-    expected = token_ids(make(one_layer, "reference"), prompts, params)
     assert token_ids(llm, prompts, params) == expected
     programs = llm.engine.runtime.programs
     of_three = {shape for shape in programs if shape.tokens == 3}

@@ -53,7 +53,7 @@ def with_policy(engines, monkeypatch):
 def test_a_measured_recording_replays_byte_for_byte(with_policy, tmp_path, name):
     policy = POLICIES[name]
     path = tmp_path / "run.jsonl"
-    run = play(with_policy(policy)[0], 3, path)
+    run = play(with_policy(policy)[0], 3, path, of_prompts=False)
     report = verify(path, {policy.name: policy})
     assert report.identical, report.difference
     assert (b'"now":' in path.read_bytes()) == policy.timed

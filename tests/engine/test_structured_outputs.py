@@ -27,7 +27,7 @@ SLOW = ("swapped", "lookahead")  # the others: exhaustive
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without prefix caching": {"enable_prefix_caching": False},
-    "recomputed": {"num_blocks": 40, "block_size": 4},
+    "recomputed": {"num_blocks": 9},  # as in test_prefix_caching.py
     "swapped": {"num_blocks": 40, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
     "speculation": {"speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1}},
     "speculation, recomputed": {
