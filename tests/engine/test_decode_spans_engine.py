@@ -33,7 +33,7 @@ BUCKETS = (6, 24)  # of CONFIG's sequences, and of its step
 QUICK = [(4, 1)]
 SLOW = [pytest.param(setting, marks=pytest.mark.slow) for setting in ((8, 0), (2, 2))]
 # its programs are those of the recordings
-WITH_OPTION = greedy(12, logprobs=0)
+WITH_OPTION = greedy(12, frequency_penalty=0.1)
 LATE = [(4, 1), pytest.param((1, 1), marks=pytest.mark.slow)]
 
 

@@ -23,8 +23,8 @@ from tests.refusals import refused
 
 LENGTHS = (3, 17, 40, 1, 64, 9)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
-GREEDY = greedy(24, logprobs=0)  # the programs of DRAWN
-DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
+GREEDY = greedy(24)
+DRAWN = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 SMALL = {"block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 14}
 
 

@@ -11,8 +11,8 @@ from tests.engine.poison import poisoned
 from tests.engine.runs import greedy, sampled, small_llm, steps
 from tests.refusals import refused
 
-GREEDY = greedy(12, logprobs=0)  # the programs of DRAWN
-DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
+GREEDY = greedy(12)
+DRAWN = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
 SYSTEM = np.random.default_rng(0).integers(3, 320, 48).tolist()
 TAILS = [
     np.random.default_rng(i + 1).integers(3, 320, n).tolist()
