@@ -49,13 +49,13 @@ NARROW = {
 }
 WIDE = {"block_size": 16, "max_num_batched_tokens": 2048, "token_buckets": (32, 2048)}
 WITH_PROMPTS = [golden for golden in GOLDENS if "prompt_logprobs" in golden]
-SUBSET = [*WITH_PROMPTS, *(golden for golden in SHORT[::3] if golden not in WITH_PROMPTS)]
+SUBSET = [*WITH_PROMPTS, *(golden for golden in SHORT[::6] if golden not in WITH_PROMPTS)]
 
 
 @pytest.mark.parametrize(
     ("options", "goldens", "tokens", "with_prompts"),
     [
-        (NARROW, SUBSET, 8, []),  # log-probabilities of prompts have a program of their own
+        (NARROW, SUBSET, 6, []),  # log-probabilities of prompts have a program of their own
         pytest.param(NARROW, SHORT, 12, WITH_PROMPTS, marks=pytest.mark.exhaustive),
         pytest.param(WIDE, GOLDENS, 64, WITH_PROMPTS, marks=SLOW),
     ],

@@ -40,7 +40,9 @@ def make(tiny, depth: int, **config):
 
 @pytest.fixture(scope="module")
 def llms(tiny):
-    return {depth: make(tiny, depth) for depth in (0, *DEPTHS)}
+    """They have the programs of users: without lookahead that of test_speculation.py. The engines of
+    other modes, below, have plain programs, too."""
+    return {depth: make(tiny, depth, compilation="eager") for depth in (0, *DEPTHS)}
 
 
 class Observed:

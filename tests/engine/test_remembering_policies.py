@@ -27,8 +27,8 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def engines(tiny):
-    """Without lookahead and with it."""
-    return make(tiny, 0).engine, make(tiny, 2).engine
+    """Without lookahead and with it. They have one program, that of test_speculation.py."""
+    return tuple(make(tiny, depth, compilation="eager").engine for depth in (0, 2))
 
 
 @pytest.fixture
