@@ -4,6 +4,7 @@ for them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import chex
@@ -32,9 +33,16 @@ BUCKETS = (4, 16)
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 11, 9)]
 PARAMS = [
     greedy(9, logprobs=2),
-    SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=7, ignore_eos=True),
-    greedy(3, frequency_penalty=0.5),
-    greedy(8),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=7, ignore_eos=True, logprobs=0),
+    greedy(3, logprobs=0),
+    greedy(8, logprobs=0),
+]
+# they have larger programs: in slow runs
+WITH_OPTIONS = [
+    PARAMS[0],
+    replace(PARAMS[1], top_p=0.9),
+    replace(PARAMS[2], frequency_penalty=0.5),
+    PARAMS[3],
 ]
 
 
@@ -86,18 +94,21 @@ def make(one_layer, impl: str, **config) -> LLM:
 def test_tokens_are_those_of_mixed_programs(one_layer, config):
     separate = make(one_layer, OWN, **config)
     mixed = make(one_layer, "reference", **config)
-    outputs = answers(separate, PROMPTS, PARAMS)
-    expected = answers(mixed, PROMPTS, PARAMS)
+    params = WITH_OPTIONS if config else PARAMS
+    outputs = answers(separate, PROMPTS, params)
+    expected = answers(mixed, PROMPTS, params)
     assert [answer.token_ids for answer in outputs] == [answer.token_ids for answer in expected]
     chex.assert_trees_all_close(logprobs_of(outputs[0]), logprobs_of(expected[0]), atol=1e-5)
     shapes = set(separate.engine.runtime.programs)
-    assert StepShape(4, 4, True) in shapes or config.get("compilation") == "lazy"
     assert any(shape.decodes_alone for shape in shapes)
     assert not any(shape.decodes_alone for shape in mixed.engine.runtime.programs)
 
 
 def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(one_layer):
-    engine = make(one_layer, OWN, compilation="eager").engine
+    llm = make(one_layer, OWN)
+    llm.generate(PROMPTS, PARAMS)  # compiles
+    engine = llm.engine
+    engine.reset()
     ran = []
     programs = engine.runtime.programs
 
@@ -159,7 +170,8 @@ def test_buckets_above_the_sequences_have_mixed_programs_alone(one_layer):
 
 
 def test_programs_that_come_in_later_serve_the_steps_after_them(one_layer, tmp_path):
-    llm = make(one_layer, OWN, compilation="background")
+    one_size = {"max_num_batched_tokens": 4, "token_buckets": (4,)}
+    llm = make(one_layer, OWN, compilation="background", **one_size)
     llm.engine.record(tmp_path / "events.jsonl")
     expected = token_ids(make(one_layer, "reference"), PROMPTS, PARAMS)
     assert token_ids(llm, PROMPTS, PARAMS) == expected
@@ -167,7 +179,7 @@ def test_programs_that_come_in_later_serve_the_steps_after_them(one_layer, tmp_p
     assert background is not None
     background.join(120)
     assert background.present.decode_buckets == (4,)
-    assert background.present.tokens == BUCKETS
+    assert background.present.tokens == (4,)
     assert token_ids(llm, PROMPTS, PARAMS) == expected
     llm.engine.record(None)
     assert verify(tmp_path / "events.jsonl").identical

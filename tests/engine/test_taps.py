@@ -411,7 +411,7 @@ def test_bytes_are_bounded_and_counted_before_anything_runs(tiny):
     14 tokens.
     """
     size = 4 * (3 * 64 * (5 + 2 * 9) + 2 * 3 * sum(range(5, 15)))
-    params = SamplingParams(max_tokens=10, ignore_eos=True, n=2, taps=TAPS)
+    params = replace(PARAMS, max_tokens=10, n=2)
     message = (
         f"would be {size} bytes, for 5 tokens of prompt and up to 10 of output in 2 branches; max_tap_bytes is "
         rf"{size - 1}; lower max_tokens, name fewer layers or heads, or raise LLM\(max_tap_bytes=...\)"
