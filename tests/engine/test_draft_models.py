@@ -44,7 +44,7 @@ SWAPPED = {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_sp
 LAZY = "compiled when needed"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "k 1": (1, {}),
-    "k 7": (7, {}),
+    "k 7": (7, {"max_num_seqs": 24}),  # as many as tokens: one program for all samples
     "blocks of 1": (3, {"block_size": 1, "num_blocks": 256}),
     "blocks of 16": (5, {"block_size": 16, "num_blocks": 24}),
     "a small budget": (3, {"max_num_batched_tokens": 8, "token_buckets": (8,)}),

@@ -152,7 +152,10 @@ def check_its_own_drafts(engine: Engine, undrafted: dict[str, list[int]]) -> Non
 
 def test_drafts_that_are_rejected_leave_the_states_as_they_were(loaded, undrafted):
     options = {"method": "ngram", "num_tokens": 3, "adaptive": False}
-    results = results_of(small_llm(loaded, block_size=4, speculative=options).engine)
+    # as many samples as tokens: steps with drafts and those without have one program
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    llm = small_llm(loaded, block_size=4, speculative=options, **sizes)
+    results = results_of(llm.engine)
     assert sampled(results) == undrafted
     drafts, accepted = drafts_of(results)
     assert drafts > accepted
