@@ -50,7 +50,7 @@ def run_learned(world: World, weights: Integers):
 run_worlds = jax.jit(jax.vmap(run_learned))
 
 
-@drawn.given(2, 40, seed=st.integers(0, 2**32 - 1))
+@drawn.given(4, 40, seed=st.integers(0, 2**32 - 1))
 def test_plans_are_those_of_the_scheduler_under_the_exported_policy(seed):
     rng = np.random.default_rng(seed)
     stacked, pairs = draw_worlds(seed)
