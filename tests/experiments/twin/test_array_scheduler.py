@@ -217,7 +217,7 @@ def rows_in_order(plan: Plan, planned: State) -> list[int]:
     return rows[order].tolist()
 
 
-@drawn.given(4, 120, seed=st.integers(0, 2**32 - 1))
+@drawn.given(8, 120, seed=st.integers(0, 2**32 - 1))
 def test_plans_are_those_of_the_scheduler(seed):
     stacked, pairs = draw_worlds(seed)
     plans, columns = jax.device_get(run_worlds(stacked))
