@@ -105,8 +105,11 @@ def test_tokens_are_those_of_mixed_programs(one_layer, config):
 
 
 def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(one_layer):
+    """Nor does a step of a short prompt, which has as few tokens."""
     llm = make(one_layer, OWN)
-    llm.generate(PROMPTS, PARAMS)  # compiles
+    short = list(range(50, 53))
+    for prompts in (PROMPTS, [short]):  # compiles
+        llm.generate(prompts, PARAMS[: len(prompts)])
     engine = llm.engine
     engine.reset()
     ran = []
@@ -120,9 +123,12 @@ def test_a_step_of_decodes_runs_its_own_program_and_a_mixed_one_does_not(one_lay
         return run
 
     programs |= {shape: noted(shape, program) for shape, program in programs.items()}
-    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        engine.add(str(i), prompt, params)
-    alone = [max(result.plan.counts) == 1 for result in steps(engine)]
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(str(i), prompt, PARAMS[i])
+    results = list(steps(engine))
+    engine.add("short", short, PARAMS[0])
+    results += steps(engine)
+    alone = [max(result.plan.counts) == 1 for result in results]
     assert ran == alone
     assert set(alone) == {True, False}
 
