@@ -82,6 +82,7 @@ SLOW = {(name, case_name, "float32") for name in INTEGERS for case_name in ("a t
 }
 QUICK = {("q4_1", name, "float32") for name in CASES} | {
     *(("q8_0", name, "float32") for name in ("a token", "deep")),
+    ("q5_0", "a token", "float32"),
     ("q4_0", "a chunk", "bfloat16"),
     ("any", "rows", "float32"),
     *(("q4_k_super", name, "float32") for name in ("a token", "deep", "gates")),
