@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(describe(prepared.plan, prepared.summaries, folder))
             return _print_unfit(points)
-        require_report()
+        if not options.no_report:
+            require_report()
         measure_all = _measure_function(options, prepared, resources)
         command = ["python", "-m", "experiments.run", *words]
         sweep.write_sweep(folder, points, shlex.join(command))
@@ -106,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = "the same command without --no-resume"
         print(f"\nstopped; {command} resumes the sweep. Results so far: {folder}", file=sys.stderr)
         return 130
-    return _report(points, summaries, folder, quiet=options.quiet)
+    page = None if options.no_report else report.write(folder)
+    return _report(points, summaries, folder, page, quiet=options.quiet)
 
 
 def _print_unfit(points: Sequence[Point]) -> int:
@@ -161,10 +163,17 @@ def _measure_function(
 
 
 def _report(
-    points: Sequence[Point], summaries: Sequence[dict[str, Any]], folder: Path, *, quiet: bool
+    points: Sequence[Point],
+    summaries: Sequence[dict[str, Any]],
+    folder: Path,
+    page: Path | None,
+    *,
+    quiet: bool,
 ) -> int:
-    """Write the report of a sweep, and print its table. Returns the exit status."""
-    path = report.write(folder)
+    """Print the table of a sweep, and where its report is. Returns the exit status.
+
+    page: the report; None: there is none.
+    """
     other_points = store.points(folder) - {point.key[:12] for point in points}
     if other_points:
         print(
@@ -192,7 +201,11 @@ def _report(
     for reason, runs in runs_by_reason.items():
         subject = f"{len(runs)} runs, such as {runs[0]}" if len(runs) > 1 else runs[0]
         print(f"failed: {subject}: {reason}", file=sys.stderr)
-    print(f"report: {path}")
+    if page is None:
+        command = shlex.join(["python", "-m", "experiments.report", str(folder)])
+        print(f"results: {folder}; {command} draws their report")
+    else:
+        print(f"report: {page}")
     return 1 if failed else 0
 
 
@@ -325,6 +338,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     parser.add_argument("--no-resume", action="store_true", help="measure everything again")
+    parser.add_argument(
+        "--no-report",
+        action="store_true",
+        help="draw no report; python -m experiments.report FOLDER draws it later",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no table")
     cli.process_options(parser)
     return parser

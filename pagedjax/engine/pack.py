@@ -131,7 +131,7 @@ def pack(
     )
     if shapes.plain and not _has_options(records):
         sampling = sampling.plain()
-        if not (records["num_top"] >= 0).any():
+        if not _wants_logprobs(records):
             sampling = sampling.without_logprobs()
     decodes_alone = len(queries.row_of_token) == len(data) and t in shapes.decode_buckets
     batch = Batch(
@@ -428,6 +428,11 @@ def _targets(
 def _records(data: Sequence[SequenceData], chain: RowChain) -> np.ndarray:
     """Of each row, the record of its options."""
     return np.frombuffer(b"".join([row.record for row in data]), record_of_rows(chain))
+
+
+def _wants_logprobs(records: np.ndarray) -> bool:
+    """Whether a row wants log-probabilities of its samples."""
+    return bool((records["num_top"] >= 0).any())
 
 
 def _has_options(records: np.ndarray) -> bool:

@@ -118,21 +118,21 @@ def steps_of(chunks: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
 
 # convolutions -------------------------------------------------------------------------------------
 
-PROGRAMS: dict[BlockSizes, Any] = {}  # one for all examples with the same blocks
+CONVOLUTIONS: dict[BlockSizes, Any] = {}  # one for all examples with the same blocks
 
 
 def convolved(kept: KeptPages) -> Any:
     """(arrays, tokens, batch, weight, bias) -> (arrays, y), of a layer that keeps these."""
     sizes = kept.sizes
-    if sizes not in PROGRAMS:
+    if sizes not in CONVOLUTIONS:
 
         @jax.jit
         def run(arrays, tokens, batch, weight, bias):
             written = with_arrays(kept, arrays, batch).with_tokens(CONV_INPUT, tokens)
             return written.arrays, convolution(written, CONV_INPUT, batch, weight, bias)
 
-        PROGRAMS[sizes] = run
-    return PROGRAMS[sizes]
+        CONVOLUTIONS[sizes] = run
+    return CONVOLUTIONS[sizes]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
@@ -223,13 +223,13 @@ def test_a_state_is_that_of_the_recurrence_for_any_cut(dtype, delta, number):
     drawn.check(number, holds, chunks=CHUNKS, block_size=st.sampled_from([4, 1, 16]))
 
 
-STATES: dict[tuple[BlockSizes, bool], Any] = {}
+STATE_PROGRAMS: dict[tuple[BlockSizes, bool], Any] = {}
 
 
 def computed_states(kept: KeptPages, delta: bool) -> Any:
     """(arrays, inputs, batch) -> (arrays, y, what is read then), of a layer that keeps these."""
     key = (kept.sizes, delta)
-    if key not in STATES:
+    if key not in STATE_PROGRAMS:
 
         @jax.jit
         def run(arrays, of_step, batch):
@@ -237,8 +237,8 @@ def computed_states(kept: KeptPages, delta: bool) -> Any:
             written, y = decayed_state.run(written, SIZES, of_step, batch)
             return written.arrays, y, decayed_state.read(written, SIZES, of_step.query, batch)
 
-        STATES[key] = run
-    return STATES[key]
+        STATE_PROGRAMS[key] = run
+    return STATE_PROGRAMS[key]
 
 
 def check_steps(dtype: str, delta: bool, chunks: Sequence[Sequence[int]], block_size: int) -> None:

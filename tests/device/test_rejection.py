@@ -215,10 +215,11 @@ def test_draws_behind_drafts_without_probabilities_keep_the_distribution():
     weights = np.broadcast_to(p.astype(np.float32), (len(drafts), V))
     draws_of = jax.jit(rejection.draw_or_accept, compiler_options=LESS)
     tokens = np.asarray(draws_of(weights, s, SEED, Drafted(drafts)))
-    for token in range(V):
-        of_draft = tokens[token::V]
-        assert pvalue(of_draft, p) > MIN_PVALUE, token
-        assert_share(of_draft == token, p[token])
+    chex.assert_shape(tokens, drafts.shape)
+    for draft_token in range(V):
+        tokens_of_draft = tokens[draft_token::V]
+        assert pvalue(tokens_of_draft, p) > MIN_PVALUE, draft_token
+        assert_share(tokens_of_draft == draft_token, p[draft_token])
 
 
 @pytest.mark.slow

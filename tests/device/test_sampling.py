@@ -247,9 +247,9 @@ def test_a_plain_program_draws_the_same_tokens_and_has_fewer_operations():
     assert not s.is_plain
     seed = np.uint32(ENGINE_SEED)
     expected = sampled(logits, s, history, seed)
-    for fewer in (plain, smallest):
-        chex.assert_trees_all_equal(at_once(logits, fewer, history, seed), expected)
-        chex.assert_trees_all_equal(in_tiles(logits, fewer, history, seed), expected)
+    for small in (plain, smallest):
+        chex.assert_trees_all_equal(at_once(logits, small, history, seed), expected)
+        chex.assert_trees_all_equal(in_tiles(logits, small, history, seed), expected)
     arrays = s, plain, smallest
     texts = [str(jax.make_jaxpr(sample)(logits, x, history, np.uint32(0))) for x in arrays]
     whole, without_options, without_both = map(len, texts)

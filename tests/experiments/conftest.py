@@ -9,12 +9,6 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of runs: a sweep draws no report, which takes a second. test_report.py has reports."""
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
-
-
 @pytest.hookimpl(trylast=True)  # when pytest has deselected by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow_modules = {item.path for item in items if item.get_closest_marker("slow")}

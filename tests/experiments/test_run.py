@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 import experiments
-from experiments import run
+from experiments import report, run
 from experiments.core import config, overrides, store
 from pagedjax.host import replay
 from pagedjax.options.config import NONE_STAYS
@@ -86,7 +87,7 @@ def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
     assert repeated.experiment.engine.num_blocks == 64
 
     # A second time measures nothing; more repeats add only what is missing.
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    command.append("--no-report")
     before = {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
     assert run.main(command) == 0
     assert {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")} == before
@@ -94,14 +95,14 @@ def test_sweep_end_to_end(tmp_path, model: str, monkeypatch, capsys):
     assert "12 runs, 4 of them done" in capsys.readouterr().out
 
 
-def test_runs_with_speculation_have_columns_of_drafts(tmp_path, no_report):
+def test_runs_with_speculation_have_columns_of_drafts(tmp_path):
     points = [
         {"engine.speculative": None, "simulate.acceptance": None},
         {"engine.speculative": {"num_tokens": 3}, "simulate.acceptance": 0.7},
     ]
     sections = {**SIMULATED, "name": "unit", "repeats": 1, "sweep": {"list": points}}
     path = write_config(tmp_path, "llama-3-8b", **sections)
-    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 0
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet", "--no-report"]) == 0
     plain, drafted = store.read_runs(tmp_path / "unit")
     assert "speculation" not in plain["metrics"]
     of_plain, of_drafted = (json_lines(summary, "steps.jsonl") for summary in (plain, drafted))
@@ -124,11 +125,11 @@ def test_a_mesh_is_swept_and_written_into_results(tmp_path, model: str):
     assert meshes == {None: None, placement: {"tensor": 2, "expert": 1}}
 
 
-def test_branch_i_uses_seed_plus_i(tmp_path, no_report, model: str):
+def test_branch_i_uses_seed_plus_i(tmp_path, model: str):
     drawn = {"temperature": 0.9, "ignore_eos": True}
     branches = [{"sampling.n": 3, "sampling.seed": 5}, {"sampling.seed": 6}, {"sampling.n": 5}]
     path = write_config(tmp_path, model, sampling=drawn, sweep={"list": branches})
-    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet", "--no-report"]) == 1
     together, alone, too_many = (row for _, row in experiments.load_runs(tmp_path).iterrows())
     assert "5 branches, but at most 4 sequences run at a time" in too_many["failed"]
 
@@ -142,12 +143,12 @@ def test_branch_i_uses_seed_plus_i(tmp_path, no_report, model: str):
     assert together["blocks_saved_share"] > 0 == alone["blocks_saved_share"]
 
 
-def test_impossible_request_fails_its_point_only(tmp_path, no_report, model: str, capsys):
+def test_impossible_request_fails_its_point_only(tmp_path, model: str, capsys):
     sweep = {
         "grid": {"workload.prompt": [{"dist": "fixed", "value": 4}, {"dist": "fixed", "value": 99}]}
     }
     path = write_config(tmp_path, model, sweep=sweep)
-    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet", "--no-report"]) == 1
     assert "refused r00000 (99 prompt tokens" in capsys.readouterr().err
     _, bad = experiments.load_runs(tmp_path)["failed"]
     assert experiments.load_runs(tmp_path)["failed"].isna().tolist() == [True, False]
@@ -160,7 +161,7 @@ def test_impossible_request_fails_its_point_only(tmp_path, no_report, model: str
     assert "a prompt has 99 tokens, and engine.max_model_len is" in printed.err
 
 
-def test_compilation_in_measured_run_fails_it(tmp_path, no_report, model: str, monkeypatch, capsys):
+def test_compilation_in_measured_run_fails_it(tmp_path, model: str, monkeypatch, capsys):
     import jax
     import jax.numpy as jnp
 
@@ -184,7 +185,7 @@ def test_compilation_in_measured_run_fails_it(tmp_path, no_report, model: str, m
 
     monkeypatch.setattr("pagedjax.llm.LLM", make)
     path = write_config(tmp_path, model)
-    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet", "--no-report"]) == 1
     assert "failed: one point, repeat 0: compiled in the measured run: " in capsys.readouterr().err
     frame = experiments.load_runs(tmp_path)
     assert frame["failed"][0].startswith("compiled in the measured run")
@@ -258,7 +259,7 @@ SIMULATED = {
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from experiments import run
+from experiments import report, run
 from experiments.core import store
 
 original, folders = store.write_run, []
@@ -297,8 +298,7 @@ def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path, monkeypatch)
         assert store.read_summary(entry.parent)
         assert (entry.parent / "steps.jsonl").read_text().endswith("\n")
 
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
-    assert run.main(command) == 0
+    assert run.main([*command, "--no-report"]) == 0
     finished = summaries()
     assert len(finished) == 9
     assert {entry: finished[entry] for entry in survived} == survived  # not one was measured again
@@ -323,9 +323,9 @@ def test_parallel_runs_equal_single_process_runs(tmp_path, monkeypatch, capsys):
         }
 
     def measured(folder: str, *arguments: str) -> int:
-        return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *arguments])
+        command = [str(path), "--out", str(tmp_path / folder), "--quiet", "--no-report"]
+        return run.main([*command, *arguments])
 
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     assert measured("one") == 1  # the points that a model cannot hold
     write_run = store.write_run
     written = []
@@ -355,18 +355,33 @@ def test_parallel_runs_equal_single_process_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def simulated(tmp_path, monkeypatch) -> Any:
+def simulated(tmp_path) -> Any:
     """Runs a small simulated sweep, of two points and two repeats, into tmp_path/runs without
     drawing a report.
     """
     sweep = {"grid": {"engine.block_size": [4, 16]}}
     path = write_config(tmp_path, "llama-3-8b", **SIMULATED | {"sweep": sweep})
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    command = [str(path), "--out", str(tmp_path / "runs"), "--quiet", "--no-report"]
 
     def measure(*options: str) -> int:
-        return run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet", *options])
+        return run.main([*command, *options])
 
     return measure
+
+
+def test_a_sweep_without_a_report_needs_no_package_of_it(tmp_path, simulated, monkeypatch, capsys):
+    folder = tmp_path / "runs/side-by-side"
+    with monkeypatch.context() as patch:
+        for module in ("pandas", "matplotlib"):
+            patch.setitem(sys.modules, module, None)
+        assert simulated() == 0
+        with pytest.raises(ImportError, match=r"pip install 'pagedjax\[experiments\]'"):
+            run.main([str(tmp_path / "unit.yaml"), "--out", str(tmp_path / "runs"), "--quiet"])
+    assert not (folder / "report.html").exists()
+    command = f"python -m experiments.report {folder}"
+    assert f"results: {folder}; {command} draws their report" in capsys.readouterr().out
+    assert report.main([str(folder)]) == 0
+    assert (folder / "report.html").exists()
 
 
 def modification_times(tmp_path) -> dict[str, int]:
@@ -456,7 +471,7 @@ def test_request_beyond_max_model_len_fails(simulated: Any, tmp_path, capsys):
     assert {summary["workload"]["clipped_outputs"] for summary in summaries if summary} == {20}
 
 
-def test_run_folder_has_copies_of_named_files(tmp_path, no_report):
+def test_run_folder_has_copies_of_named_files(tmp_path):
     (tmp_path / "w1.json").write_text(json.dumps([{"prompt": [20, 30], "max_tokens": 3}]))
     (tmp_path / "mine.py").write_text(
         "from pagedjax.host.policies import FCFS\nMINE = FCFS._replace(name='mine')\n"
@@ -465,7 +480,7 @@ def test_run_folder_has_copies_of_named_files(tmp_path, no_report):
     plain = {**SIMULATED, "sweep": None, "workload": tokens, "repeats": 1}
     path = write_config(tmp_path, "llama-3-8b", **plain | {"engine": {"policy": "mine.py:MINE"}})
     (point,) = config.load(path)
-    assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet", "--no-report"]) == 0
     (copied,) = tmp_path.rglob("config.yaml")
     for name in ("w1.json", "mine.py", "unit.yaml"):
         (tmp_path / name).unlink()
@@ -473,7 +488,7 @@ def test_run_folder_has_copies_of_named_files(tmp_path, no_report):
     (repeated,) = config.load(copied)
     assert repeated.content == point.content
     assert repeated.experiment.workload.file == "workload.json"
-    assert run.main([str(copied), "--out", str(tmp_path / "again"), "--quiet"]) == 0
+    assert run.main([str(copied), "--out", str(tmp_path / "again"), "--quiet", "--no-report"]) == 0
     first, second = (
         experiments.load_runs(tmp_path / name)["tokens_sha256"][0] for name in ("runs", "again")
     )

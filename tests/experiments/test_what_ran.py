@@ -110,10 +110,10 @@ def test_a_report_of_a_sweep_without_these_facts_knows_by_its_runs_that_it_is_si
     assert "imulated" not in text_of(report.page(about, measured, [{}] * len(runs)))
 
 
-def test_tables_of_a_terminal_say_it_too(sweep, tmp_path, capsys, no_report):
+def test_tables_of_a_terminal_say_it_too(sweep, tmp_path, capsys):
     (tmp_path / "small.yaml").write_text(SIMULATED)
     runs = str(sweep.parent)
-    assert run.main([str(tmp_path / "small.yaml"), "--out", runs]) == 0
+    assert run.main([str(tmp_path / "small.yaml"), "--out", runs, "--no-report"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"{DEVICE}: every time is calculated" in lines
     assert compare.main([str(sweep), str(sweep)]) == 0

@@ -570,7 +570,7 @@ def small_config(draw: random.Random) -> SchedulerConfig:
 
 
 @pytest.mark.parametrize(
-    ("drivers", "at_least"), [(6, 1), pytest.param(50, 20, marks=pytest.mark.slow)]
+    ("drivers", "at_least"), [(10, 3), pytest.param(50, 20, marks=pytest.mark.slow)]
 )
 def test_the_driver_reaches_every_kind_of_event(drivers: int, at_least: int):
     """The same checks on random configs from a fixed seed: the tally is the same on every

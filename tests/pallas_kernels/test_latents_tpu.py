@@ -94,17 +94,20 @@ SHAPES = [
 ]
 
 
-def shapes(often: tuple[int, int, str, str]) -> pytest.MarkDecorator:
+Shape = tuple[int, int, str, str]  # heads, block size, dtype, mode
+
+
+def shapes(often: Shape, *slow_ones: Shape) -> pytest.MarkDecorator:
     """The case of the default run; in slow runs every second shape, each in one mode: all pairs of
-    heads, blocks and dtypes.
+    heads, blocks and dtypes. `slow_ones` are more of them.
     """
-    cases = [pytest.param(*often)]
+    cases = [pytest.param(*often), *(slow(*shape) for shape in slow_ones)]
     for i, shape in enumerate(SHAPES):
         heads, s, dtype = shape
         is_slow = (heads == 16) ^ (s == 16) ^ (dtype == "float32")
         for j, mode in enumerate(MODES):
             mark = pytest.mark.slow if is_slow and (i + j) % 2 == 0 else pytest.mark.exhaustive
-            if (*shape, mode) != often:
+            if (*shape, mode) not in (often, *slow_ones):
                 cases.append(pytest.param(*shape, mode, marks=mark))
     return pytest.mark.parametrize(("heads", "s", "dtype", "mode"), cases)
 
@@ -114,7 +117,7 @@ def test_decodes_of_contexts_around_a_block_border(heads, s, dtype, mode):
     check(case_of(decodes(s, 70), heads, s, dtype), mode)
 
 
-@shapes((16, 8, "bfloat16", "on_wait"))
+@shapes((16, 8, "bfloat16", "on_wait"), (128, 8, "bfloat16", "on_wait"))
 def test_chunks_of_contexts_around_a_block_border(heads, s, dtype, mode):
     check(case_of(chunks(s, (19, s + 30)), heads, s, dtype), mode)
 

@@ -167,7 +167,7 @@ def test_tiles_of_any_number_of_query_heads(g):
 
 def test_a_chunk_in_the_middle_of_a_long_context_beside_decodes():
     assert_contract(
-        make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=1, g=3, d=64), "cpu"
+        make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=2, g=3, d=64), "cpu"
     )
 
 

@@ -55,7 +55,6 @@ def test_latencies_are_those_of_the_summary(tmp_path):
 
 
 def test_points_without_requests_and_long_files_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     folder = run_files(tmp_path, {**BASE, "workload": changed_workload(count=12)})
     runs = store.read_runs(folder)
     key = runs[0]["point"]

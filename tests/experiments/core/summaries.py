@@ -73,7 +73,9 @@ def simulated_run_at(point: Point) -> Measured:
     return measure(engines.simulated_llm(point.experiment), point, 0)
 
 
-def run_files(folder: Path, raw: dict[str, Any], status: int = 0) -> Path:
+def run_files(
+    folder: Path, raw: dict[str, Any], status: int = 0, *, with_report: bool = False
+) -> Path:
     """Run a config by the command, in a folder with the files that it names. Returns the folder
     of its runs.
 
@@ -81,6 +83,8 @@ def run_files(folder: Path, raw: dict[str, Any], status: int = 0) -> Path:
     """
     (folder / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
     command = [str(folder / "one.yaml"), "--out", str(folder / "runs"), "--quiet"]
+    if not with_report:  # to draw one takes a second
+        command.append("--no-report")
     assert run.main(command) == status
     return folder / "runs" / raw["name"]
 

@@ -200,13 +200,13 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch) -> Any:
+def measured(tmp_path) -> Any:
     """Runs a config into a folder, without drawing a report."""
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
 
     def measure(sections: dict[str, Any], folder: str, *options: str) -> int:
         path = write_config(tmp_path, sections)
-        return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *options])
+        command = [str(path), "--out", str(tmp_path / folder), "--quiet", "--no-report"]
+        return run.main([*command, *options])
 
     return measure
 

@@ -105,7 +105,7 @@ def test_a_function_of_ones_own_reads_a_file(tmp_path):
 def test_metrics_of_ones_own_are_in_summaries_tables_and_comparisons(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE, encoding="utf-8")
     metrics = ["mine.py:jain", "mine.py:longest"]
-    runs = run_files(tmp_path, {**BASE, "metrics": metrics})
+    runs = run_files(tmp_path, {**BASE, "metrics": metrics}, with_report=True)
     (run,) = store.read_runs(runs)
     own_metrics = run["metrics"]["own"]
     assert own_metrics["longest"] == pytest.approx(run["metrics"]["step_s"]["max"], abs=1e-6)
@@ -307,7 +307,7 @@ def test_a_wrong_request_of_ones_own_is_named(tmp_path, request_, message):
 def test_a_metric_without_a_number_leaves_the_records_of_its_run(tmp_path, function, message):
     (tmp_path / "mine.py").write_text(SOURCE, encoding="utf-8")
     metrics = [f"mine.py:{function}", "mine.py:longest"]
-    runs = run_files(tmp_path, {**BASE, "metrics": metrics}, status=1)
+    runs = run_files(tmp_path, {**BASE, "metrics": metrics}, status=1, with_report=True)
     (run,) = store.read_runs(runs)
     assert re.match(message, run["failed"])
     own_metrics = run["metrics"].pop("own")

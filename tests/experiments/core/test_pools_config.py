@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments import run
 from experiments.core import engines, store
 from experiments.core.config import expand, load
 from experiments.simulation.cost import SHAPES
@@ -167,7 +166,7 @@ def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
     ("top", "pools_model", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)]
 )
 def test_a_model_is_opened_only_for_pools_that_name_no_shape(
-    tmp_path, capsys, no_report, top, pools_model, status: int
+    tmp_path, capsys, top, pools_model, status: int
 ):
     """The experiment's own model does not exist."""
     simulate = {"simulate": {"step_s": 0.01, "model": pools_model}}
@@ -176,14 +175,11 @@ def test_a_model_is_opened_only_for_pools_that_name_no_shape(
         "simulate": {"step_s": 0.01, "model": top},
         "pools": {"prefill": simulate, "decode": simulate},
     }
-    (tmp_path / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
-    assert (
-        run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == status
-    )
+    run_files(tmp_path, raw, status)
     assert ("error: model: " in capsys.readouterr().err) == (status == 2)
 
 
-def test_a_run_records_its_transfers_and_both_engines(tmp_path, no_report):
+def test_a_run_records_its_transfers_and_both_engines(tmp_path):
     pools = {**RAW["pools"], "prefill": {"simulate": FOUR, "max_num_seqs": 2}}
     (folder,) = run_files(tmp_path, {**RAW, "pools": pools}).glob("*/0")
     requests = store.read_requests(folder)

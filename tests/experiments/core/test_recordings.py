@@ -98,8 +98,7 @@ def test_what_cannot_be_recorded_is_refused(changes: dict[str, Any], words: str)
         expand({**SMALL, **changes, "record": True}, folder=Path())
 
 
-def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+def test_finished_run_without_recording_is_made_again(tmp_path, capsys):
     folder = run_files(tmp_path, SMALL)
     (summary,) = store.read_runs(folder)
     run_folder = Path(summary["run"])
@@ -132,8 +131,7 @@ def test_finished_run_without_recording_is_made_again(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("replicas", [None, {"count": 2, "router": "round_robin"}])
-def test_the_link_to_a_slow_request_opens_where_it_begins_to_wait(tmp_path, monkeypatch, replicas):
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+def test_the_link_to_a_slow_request_opens_where_it_begins_to_wait(tmp_path, replicas):
     engine = {**BASE["engine"], "max_num_seqs": 2}
     folder = run_files(tmp_path, {**SMALL, "engine": engine, "record": True, "replicas": replicas})
     (summary,) = store.read_runs(folder)
@@ -152,8 +150,7 @@ def test_the_link_to_a_slow_request_opens_where_it_begins_to_wait(tmp_path, monk
     assert worst["step"] == waits[0] > 0
 
 
-def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path):
     policy = (
         "from pagedjax.policies import by_key\nMINE = by_key('mine', lambda seq: seq.arrival)\n"
     )
@@ -170,8 +167,7 @@ def test_own_policy_is_shown_by_the_command_of_the_report(tmp_path, monkeypatch)
     assert (folder / file["page"]).is_file()
 
 
-def test_two_runs_with_parameters_of_one_policy_are_shown_together(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+def test_two_runs_with_parameters_of_one_policy_are_shown_together(tmp_path, capsys):
     policy = (
         "from pagedjax.policies import by_key\n"
         "def mine(sign): return by_key('mine', lambda seq: sign * seq.arrival)\n"
@@ -216,8 +212,7 @@ def test_policy_of_a_module_is_in_the_command_of_the_report(tmp_path):
     assert words[3:] == ["--policy", "lab.mine:aged(worth=1)"]
 
 
-def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path):
     raw = {**SMALL, "record": True, "replicas": {"count": 2, "router": "round_robin"}}
     folder = run_files(tmp_path, raw)
     (summary,) = store.read_runs(folder)
@@ -229,7 +224,6 @@ def test_slowest_request_is_in_the_recording_of_its_replica(tmp_path, monkeypatc
 
 
 def test_errors_of_the_viewer_lose_no_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
     pages = []
 
     def page(*arguments: Any) -> str:

@@ -149,11 +149,11 @@ def test_a_wrong_parameter_is_refused_when_the_config_is_loaded(folder, override
         points(folder, override)
 
 
-def test_a_run_keeps_the_parameters_and_its_config_runs_again(folder, monkeypatch, no_report):
+def test_a_run_keeps_the_parameters_and_its_config_runs_again(folder, monkeypatch):
     monkeypatch.chdir(folder)
     grid = {"engine.policy.worth": [16, 64]}
     points(folder, engine={"policy": "mine.py:aged"}, sweep={"grid": grid})
-    assert run.main(["swept.yaml", "--quiet"]) == 0
+    assert run.main(["swept.yaml", "--quiet", "--no-report"]) == 0
     runs = [json.loads(line) for line in Path("runs/swept/runs.jsonl").read_text().splitlines()]
     assert [(row["label"], row["swept"], row["failed"]) for row in runs] == [
         ("worth=16", {"engine.policy.worth": 16}, None),

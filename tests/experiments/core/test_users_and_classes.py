@@ -153,7 +153,7 @@ CLASSES = [
 ]
 
 
-def test_columns_of_requests_and_lines_of_recordings(tmp_path, no_report):
+def test_columns_of_requests_and_lines_of_recordings(tmp_path):
     workload = changed_workload(users={"skew": "uniform", "count": 2}, classes=CLASSES, count=12)
     folder = run_files(tmp_path, {**BASE, "workload": workload, "record": True})
     requests = experiments.load_requests(folder)

@@ -65,7 +65,7 @@ def by_scheduler(
             end = (plan.starts[0] + plan.counts[0]) // SIZE
             new = names[len(plan.seqs[0].hashes) : end]
             state, _ = scheduler.commit(state, plan, [0], {name: tuple(new)} if new else {})
-        scheduler.check(state)
+            scheduler.check(state)
         of_states = sum("." in key for key in state.pool.contents)
         contents.append(Content(len(state.pool.contents) - of_states, of_states))
     return served, contents

@@ -245,10 +245,11 @@ def test_simulated_sweep_starts_no_jax_backend(tmp_path):
     assert faster < slower
 
 
-def test_simulation_fitted_to_measured_run(tmp_path, no_report):
+def test_simulation_fitted_to_measured_run(tmp_path):
     file = tmp_path / "one.yaml"
     file.write_text(json.dumps(RAW), encoding="utf-8")
-    assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    command = [str(file), "--out", str(tmp_path / "runs"), "--quiet", "--no-report"]
+    assert run.main(command) == 0
     (measured,) = (tmp_path / "runs/simulated").glob("*/0")
     (point,) = expand(
         {**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path

@@ -179,10 +179,10 @@ def check_world(
             for seq, length in zip(expected.seqs, expected.lengths, strict=True)
         ]
         state, events = host.commit(state, expected, tokens)
+        host.check(state)
         ends = {event.request_id for event in events if isinstance(event, host.Finished)}
         assert {f"r{i}" for i in np.flatnonzero(columns.ended[number])} == ends
         assert columns.free_blocks[number] == state.pool.num_free
-    host.check(state)
 
 
 def compare_plans(plan: Plan, planned: State, expected: Any) -> None:
