@@ -10,7 +10,11 @@ import httpx
 from tests.engine.runs import answers, greedy
 from tests.server.support import GREEDY, idle, server_llm, serving, streamed_texts, wait_until
 
-CLIENTS = 40
+CLIENTS = 60
+
+
+class Left(Exception):
+    """A client closed its connection in the middle of a stream."""
 
 
 def leave_while_running(server, **options) -> None:
@@ -45,7 +49,9 @@ def test_each_branch_is_cancelled_once(tiny, monkeypatch):
 
 
 def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference):
-    """Every other answer is complete, and no block leaks."""
+    """Every other answer is complete, and no block leaks. Clients with a stream leave after some
+    lines; those without one leave after a time, in which a fast machine may have answered.
+    """
     draw = random.Random(0)
     prompts = [
         [20 + i % 250, 30, 40 + i // 250, *(draw.randint(20, 300) for _ in range(i % 30))]
@@ -53,16 +59,23 @@ def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference
     ]
     expected = [answer.text for answer in answers(reference, prompts, greedy(24))]
     leaving = {i for i in range(CLIENTS) if draw.random() < 1 / 3}
+    streaming = set(range(1, CLIENTS, 2))
+    lines_of_leaving = {i: draw.randint(1, 4) for i in leaving & streaming}
 
     async def ask(client, i):
         body = {**GREEDY, "prompt": prompts[i], "max_tokens": 24, "ignore_eos": True}
-        async with asyncio.timeout(0.002 + 0.8 * draw.random() if i in leaving else 120):
-            if not i % 2:
+        if i not in streaming:
+            async with asyncio.timeout(0.002 + 0.8 * draw.random() if i in leaving else 120):
                 answer = await client.post("/v1/completions", json=body)
-                return answer.json()["choices"][0]["text"]
-            body["stream"] = True
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                return "".join(streamed_texts([line async for line in answer.aiter_lines()]))
+            return answer.json()["choices"][0]["text"]
+        body["stream"] = True
+        lines = []
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if len(lines) == lines_of_leaving.get(i):
+                    raise Left
+        return "".join(streamed_texts(lines))
 
     async def all_clients():
         limits = httpx.Limits(max_connections=None)
@@ -71,8 +84,7 @@ def test_answers_stay_right_while_a_third_of_the_clients_leave(served, reference
             return await asyncio.gather(*clients, return_exceptions=True)
 
     texts = asyncio.run(all_clients())
-    timed_out = {i for i, text in enumerate(texts) if isinstance(text, TimeoutError)}
-    assert timed_out <= leaving
-    assert len(timed_out) > CLIENTS // 10
-    assert all(texts[i] == expected[i] for i in range(CLIENTS) if i not in timed_out)
+    left = {i for i, text in enumerate(texts) if isinstance(text, TimeoutError | Left)}
+    assert leaving & streaming <= left <= leaving
+    assert all(texts[i] == expected[i] for i in range(CLIENTS) if i not in left)
     wait_until(lambda: idle(served.worker))
